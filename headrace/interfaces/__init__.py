@@ -1,0 +1,47 @@
+"""Every contract a plugin can implement, one Protocol each."""
+
+from headrace.interfaces.device import (
+    AttentionSpec,
+    Availability,
+    Backend,
+    Clock,
+    Group,
+    Ops,
+    Runner,
+    StepHandle,
+)
+from headrace.interfaces.model import (
+    LoadedModel,
+    LoadSettings,
+    ModelArchitecture,
+    QuantizedPart,
+    TensorSource,
+    TextAssets,
+)
+from headrace.interfaces.policies import (
+    AdmissionPolicy,
+    QuantizationPolicy,
+    RoutingPolicy,
+    SchedulingPolicy,
+)
+
+__all__ = [
+    "AdmissionPolicy",
+    "AttentionSpec",
+    "Availability",
+    "Backend",
+    "Clock",
+    "Group",
+    "LoadSettings",
+    "LoadedModel",
+    "ModelArchitecture",
+    "Ops",
+    "QuantizationPolicy",
+    "QuantizedPart",
+    "RoutingPolicy",
+    "Runner",
+    "SchedulingPolicy",
+    "StepHandle",
+    "TensorSource",
+    "TextAssets",
+]

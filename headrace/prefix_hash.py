@@ -1,0 +1,47 @@
+"""The hash chain that names a prefix of tokens, the same in gateway and engine.
+
+A block's digest covers its parent's digest, so equal digests mean equal prefixes under equal
+settings. Fields are tagged and length-prefixed, so that no two different lists of fields give the
+same bytes (a name that ends like another one's salt cannot collide). BLAKE2b (RFC 7693) is
+cryptographic: a tenant cannot craft tokens that hit another tenant's blocks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterator, Sequence
+
+DIGEST_BYTES = 32
+
+
+def _field(tag: bytes, value: bytes) -> bytes:
+    return tag + len(value).to_bytes(8, "little") + value
+
+
+def root_digest(
+    *, model_revision: str, adapter: str = "", salt: str = "", compaction_id: str = ""
+) -> bytes:
+    """Return the parent digest of a sequence's first block. [32 bytes]"""
+    fields = (
+        _field(b"m", model_revision.encode("utf-8", "surrogatepass")),
+        _field(b"a", adapter.encode("utf-8", "surrogatepass")),
+        _field(b"s", salt.encode("utf-8", "surrogatepass")),
+        _field(b"c", compaction_id.encode("utf-8", "surrogatepass")),
+    )
+    return hashlib.blake2b(b"".join(fields), digest_size=DIGEST_BYTES).digest()
+
+
+def block_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """Return the digest of one full block that follows `parent`. [32 bytes]"""
+    tokens = array("I", token_ids).tobytes()
+    data = _field(b"p", parent) + _field(b"t", tokens)
+    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
+
+
+def block_digests(root: bytes, token_ids: Sequence[int], block_size: int) -> Iterator[bytes]:
+    """Yield the digest of each full block of `token_ids` in order; a partial tail has none."""
+    parent = root
+    for start in range(0, len(token_ids) - block_size + 1, block_size):
+        parent = block_digest(parent, token_ids[start : start + block_size])
+        yield parent
