@@ -172,7 +172,10 @@ class Ops(Protocol):
     # --- once per step ----------------------------------------------------------
 
     def plan_step(self, batch: ForwardBatch) -> Any:
-        """Upload the batch and plan attention (work split, masks) for every KV group, on the host."""
+        """Upload the batch and plan attention (work split, masks) for every KV group, on the host.
+
+        Where `token_sources` names a sample row, the token is the one that the last `sample` drew there.
+        """
         ...
 
     # --- the forward ------------------------------------------------------------
@@ -244,4 +247,41 @@ class Ops(Protocol):
 
     def synchronize(self) -> None:
         """Wait until everything launched has finished."""
+        ...
+
+    # --- KV storage: the tensors are the Ops' own, the Runner forwards to these -----
+
+    def kv_bytes_per_block(self, groups: Sequence[KVGroupSpec], block_size: int) -> int:
+        """Return what one block takes in all layers of all groups, in bytes."""
+        ...
+
+    def allocate_kv(self, groups: Sequence[KVGroupSpec], num_blocks: int, block_size: int) -> None:
+        """Allocate the KV pool: `num_blocks` blocks in every layer of every group. Once, before plan_step.
+
+        Pages that were never written need not be resident.
+        """
+        ...
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks (source, target) in every layer, one pair after the other."""
+        ...
+
+    def read_rows(
+        self, layer: int, slots: Sequence[int]
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Return keys and values [n, num_kv_heads, head_dim] of these slots, as new arrays."""
+        ...
+
+    def write_rows(
+        self,
+        layer: int,
+        slots: Sequence[int],
+        keys: NDArray[np.float32],
+        values: NDArray[np.float32],
+    ) -> None:
+        """Write keys and values [n, num_kv_heads, head_dim] into these slots, rounded to the KV dtype."""
+        ...
+
+    def weight_bytes(self) -> int:
+        """Return what all weights held so far take, in bytes; mapped file pages count too."""
         ...
