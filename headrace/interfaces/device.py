@@ -47,8 +47,11 @@ class Availability:
 class Group(Protocol):
     """The ranks that share a model. One rank by default."""
 
-    rank: int
-    size: int
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
 
     def all_reduce(self, x: Any) -> Any:
         """Return the sum of x over all ranks; x itself with one rank."""
@@ -150,7 +153,9 @@ class Ops(Protocol):
     def hold(self, parts: Sequence[WeightPart], bias: NDArray[np.float32] | None = None) -> Any:
         """Return the backend's own form of a linear weight: `parts` [out_i, in] stacked along out.
 
-        Parts may have different schemes. The backend may keep several representations and choose
+        Parts may have different schemes. A large tensor comes as several, and an item is made when
+        it is asked for (expanded from its blocks): take them in order, each once, and keep none, so
+        that only one of them is in memory. The backend may keep several representations and choose
         by the number of rows. `bias` [sum of out_i] is added by `linear`.
         """
         ...
