@@ -33,8 +33,9 @@ def tiny_tokenizer_json() -> str:
     vocabulary = {character: byte for byte, character in enumerate(BYTE_CHARACTERS)}
     merges: list[list[str]] = []
     for word in _WORDS:
-        left, *rest = to_characters(word.encode())
-        for right in rest:
+        characters = to_characters(word.encode())
+        left = characters[0]
+        for right in characters[1:]:
             if left + right not in vocabulary:
                 vocabulary[left + right] = len(vocabulary)
                 merges.append([left, right])
