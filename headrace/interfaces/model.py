@@ -80,6 +80,8 @@ class LoadSettings:
     max_positions: int
     expand: Callable[[WeightPart], WeightPart]
     """Turns a part whose scheme the backend does not take into one it does (f32 rows)."""
+    schemes: frozenset[str]
+    """Schemes that the backend takes as they are stored."""
     report: Callable[[float], None] = field(default=lambda fraction: None)
 
 
