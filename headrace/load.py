@@ -115,9 +115,7 @@ def make_prompts(plan: LoadPlan) -> list[str]:
     ]
 
 
-async def run_load(
-    plan: LoadPlan, report: Callable[[int], None] = lambda done: None
-) -> LoadReport:
+async def run_load(plan: LoadPlan, report: Callable[[int], None] = lambda done: None) -> LoadReport:
     """Send the plan's requests and return the figures. `report` is told how many have finished."""
     prompts = make_prompts(plan)
     outcomes = [RequestOutcome() for _ in prompts]
