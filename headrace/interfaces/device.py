@@ -290,3 +290,7 @@ class Ops(Protocol):
     def weight_bytes(self) -> int:
         """Return what all weights held so far take, in bytes; mapped file pages count too."""
         ...
+
+    def available_bytes(self) -> int:
+        """Return what the device's memory could still give, in bytes, beside what is held already."""
+        ...

@@ -107,7 +107,8 @@ def apply_penalties(row: NDArray[np.float64], sampling: SamplingBatch, index: in
 def kept_tokens(s: NDArray[np.float64], sampling: SamplingBatch, index: int) -> NDArray[np.intp]:
     """Return the ids that top_k, top_p and min_p leave, best first. `s` has 0 as its largest value."""
     order = best_first(s)
-    if top_k := int(sampling.top_k[index]):
+    top_k = int(sampling.top_k[index])
+    if top_k > 0:
         order = order[:top_k]
     top_p = float(sampling.top_p[index])
     if top_p < 1:
@@ -164,7 +165,7 @@ def sample(
             failed[index] = True
             continue
         token_ids[index] = token
-        k = int(sampling.num_logprobs[index])
+        k = min(int(sampling.num_logprobs[index]), num_tokens)
         if k >= 0:
             row_logprobs = log_softmax(raw)
             logprobs[index] = row_logprobs[token]
