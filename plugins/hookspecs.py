@@ -7,6 +7,7 @@ Configuration then picks one class per kind by its `name`. No hook runs per toke
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pluggy
 
@@ -25,33 +26,41 @@ hookspec = pluggy.HookspecMarker(NAME)
 hookimpl = pluggy.HookimplMarker(NAME)
 
 
+@dataclass(frozen=True, slots=True)
+class ClassReference:
+    """A class by name and "module:Class", imported only when it is chosen."""
+
+    name: str
+    target: str
+
+
 @hookspec
-def headrace_register_backends() -> Sequence[type[Backend]]:  # type: ignore[empty-body]
+def headrace_register_backends() -> Sequence[type[Backend] | ClassReference]:  # type: ignore[empty-body]
     """Return backend classes: a device, its memory and its kernels."""
 
 
 @hookspec
-def headrace_register_models() -> Sequence[type[ModelArchitecture]]:  # type: ignore[empty-body]
+def headrace_register_models() -> Sequence[type[ModelArchitecture] | ClassReference]:  # type: ignore[empty-body]
     """Return model architectures, named as `model_type` in the checkpoint's config.json."""
 
 
 @hookspec
-def headrace_register_scheduling() -> Sequence[type[SchedulingPolicy]]:  # type: ignore[empty-body]
+def headrace_register_scheduling() -> Sequence[type[SchedulingPolicy] | ClassReference]:  # type: ignore[empty-body]
     """Return scheduling policies: who runs next, who is preempted."""
 
 
 @hookspec
-def headrace_register_admission() -> Sequence[type[AdmissionPolicy]]:  # type: ignore[empty-body]
+def headrace_register_admission() -> Sequence[type[AdmissionPolicy] | ClassReference]:  # type: ignore[empty-body]
     """Return admission policies: who may come in, who waits, who is refused."""
 
 
 @hookspec
-def headrace_register_routing() -> Sequence[type[RoutingPolicy]]:  # type: ignore[empty-body]
+def headrace_register_routing() -> Sequence[type[RoutingPolicy] | ClassReference]:  # type: ignore[empty-body]
     """Return routing policies: which replica serves a request."""
 
 
 @hookspec
-def headrace_register_quantization() -> Sequence[type[QuantizationPolicy]]:  # type: ignore[empty-body]
+def headrace_register_quantization() -> Sequence[type[QuantizationPolicy] | ClassReference]:  # type: ignore[empty-body]
     """Return quantization policies: which weights are held in which scheme."""
 
 
