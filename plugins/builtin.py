@@ -44,7 +44,7 @@ def headrace_register_quantization() -> list[ClassReference]:
 
 
 def _references(package: str) -> list[ClassReference]:
-    table: Mapping[str, str] = getattr(importlib.import_module(package), "BUILTIN", {})
+    table: Mapping[str, str] = importlib.import_module(package).BUILTIN
     return _as_references(table)
 
 

@@ -25,7 +25,10 @@ _PREFIX = "headrace_"
 def create_plugin_manager(
     *, discover: bool = True, blocked: Sequence[str] = (), plugins: Sequence[object] = ()
 ) -> pluggy.PluginManager:
-    """Return a manager with the built-ins, the announced plugins and `plugins`. PluginError names the culprit."""
+    """Return a manager with the built-ins, the announced plugins and `plugins`.
+
+    PluginError names the plugin that cannot be loaded or breaks its contract.
+    """
     manager = pluggy.PluginManager(NAME)
     manager.add_hookspecs(hookspecs)
     if BUILTIN_NAME in blocked:

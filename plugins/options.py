@@ -12,8 +12,8 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from headrace.config.values import Value, convert, describe
 from headrace.errors import PluginError, did_you_mean
+from headrace.plugins.values import Value, convert, describe
 
 
 def build_options(

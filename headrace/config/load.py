@@ -29,8 +29,8 @@ from headrace.config.nodes import (
 )
 from headrace.config.overlay import expand, overlay_environment, overlay_flags
 from headrace.config.schema import Choice, Config, Derived, ModelConfig, PathLike
-from headrace.config.values import Value, convert, describe, show
 from headrace.errors import did_you_mean
+from headrace.plugins.values import Value, convert, describe, show
 
 _REMOTE_SOURCE = re.compile(r"(hf|pkg):")
 _MODEL_NAME = re.compile(r"[^\s/][^\s]*")

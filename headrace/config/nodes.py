@@ -14,8 +14,8 @@ from typing import Any
 
 import yaml
 
-from headrace.config.values import Value
 from headrace.errors import ConfigError
+from headrace.plugins.values import Value
 
 _PLAIN_TAGS = frozenset(
     f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str")

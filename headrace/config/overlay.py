@@ -21,8 +21,8 @@ from headrace.config.nodes import (
     config_error,
     native,
 )
-from headrace.config.values import Value
 from headrace.errors import ConfigError, did_you_mean
+from headrace.plugins.values import Value
 
 PREFIX = "HEADRACE_"
 

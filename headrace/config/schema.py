@@ -89,7 +89,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     name: str = ""
     """What clients call it; left out: taken from the source."""
     source: Annotated[str, PathLike("source")] = "smollm2"
-    """smollm2, hf:org/name[:file][@revision], pkg:package, scripted:FILE, a GGUF file or a checkpoint folder."""
+    """smollm2, hf:org/name[:file][@revision], pkg:package, scripted:FILE, a GGUF file or a folder."""
     backend: Choice = Choice("cpu")
     """The device it runs on."""
     replicas: Annotated[int, Bounds(1, 64)] = 1
