@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from headrace.errors import ModelError
 from headrace.interfaces import Group, LoadSettings, Ops, TensorSource
+from headrace.models.dequantize import to_float32
 from headrace.types import WeightPart
 
 Split = Literal["out", "in", "none"]
@@ -99,17 +100,6 @@ def cut(piece: PartRange, expand: Callable[[WeightPart], WeightPart]) -> WeightP
     return expand(replace(part, shape=(last - first, right - left), data=part.data[:, left:right]))
 
 
-def float32_values(part: WeightPart) -> NDArray[np.float32]:
-    """Return a part of plain numbers in f32."""
-    if part.scheme == "bf16":
-        return (part.data.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    if part.scheme not in PLAIN_SCHEMES:
-        raise ModelError(
-            f"{part.name} is stored as {part.scheme}; a vector must be f32, f16 or bf16"
-        )
-    return part.data.astype(np.float32)
-
-
 class WeightLoader:
     """Reads what was declared and gives it to the backend."""
 
@@ -169,7 +159,7 @@ class WeightLoader:
 
     def _vector(self, name: str, size: int) -> NDArray[np.float32]:
         part = self._read(name, (size,))
-        return float32_values(part if part.scheme in PLAIN_SCHEMES else self._settings.expand(part))
+        return to_float32(part.scheme, part.data, part.shape, name)
 
     def _read(self, name: str, shape: tuple[int, ...]) -> WeightPart:
         if not self._tensors.has(name):
