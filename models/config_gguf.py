@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from headrace.errors import ModelError, did_you_mean
 from headrace.models.config import (
     FULL_ATTENTION,
@@ -116,8 +118,8 @@ class _Keys:
 
     def number(self, name: str, default: int | None = None) -> int:
         value = self.get(name)
-        if isinstance(value, Sequence) and not isinstance(value, str):
-            value = self._same_in_every_layer(name, value)
+        if isinstance(value, np.ndarray):
+            value = self._same_in_every_layer(name, value.tolist())
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
             raise ModelError(
@@ -157,8 +159,8 @@ def _layer_types(
         return (FULL_ATTENTION,) * num_layers, None
     if architecture == "gemma3":
         pattern = keys.get("attention.sliding_window_pattern")
-        if isinstance(pattern, Sequence):
-            flags = list(pattern)[:num_layers]
+        if isinstance(pattern, np.ndarray):
+            flags = pattern[:num_layers].tolist()
             types = tuple(SLIDING_ATTENTION if flag else FULL_ATTENTION for flag in flags)
         else:
             types = sliding_pattern(num_layers, int(pattern or 6))
