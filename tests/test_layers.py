@@ -57,7 +57,8 @@ LIBRARIES = {
     "headrace.config": CORE_LIBRARIES | {"yaml"},
     "headrace.policies": CORE_LIBRARIES | {"numpy"},
     "headrace.engine": CORE_LIBRARIES | {"numpy", "anyio"},
-    "headrace.models": CORE_LIBRARIES | {"numpy", "huggingface_hub", "tokenizers", "safetensors", "rich"},
+    "headrace.models": CORE_LIBRARIES
+    | {"numpy", "huggingface_hub", "tokenizers", "safetensors", "rich"},
     "headrace.backends": CORE_LIBRARIES | {"numpy", "torch", "numba", "llvmlite"},
     "headrace.gateway": CORE_LIBRARIES
     | {"anyio", "starlette", "httpx", "prometheus_client", "uvicorn", "tokenizers", "jinja2"},
@@ -66,7 +67,16 @@ LIBRARIES = {
 
 def modules() -> list[tuple[str, pathlib.Path]]:
     found = []
-    for folder in ("headrace", "text", "gateway", "engine", "models", "backends", "policies", "plugins"):
+    for folder in (
+        "headrace",
+        "text",
+        "gateway",
+        "engine",
+        "models",
+        "backends",
+        "policies",
+        "plugins",
+    ):
         for file in sorted((ROOT / folder).rglob("*.py")):
             parts = list(file.relative_to(ROOT).with_suffix("").parts)
             if parts[0] != "headrace":
@@ -137,8 +147,12 @@ def test_each_layer_uses_its_own_libraries_only() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("module", ["headrace.gateway.app", "headrace.engine.client", "headrace.server"])
+@pytest.mark.parametrize(
+    "module", ["headrace.gateway.app", "headrace.engine.client", "headrace.server"]
+)
 def test_gateway_loads_without_the_heavy_libraries(module: str) -> None:
-    code = f"import {module}, sys; print([m for m in ('torch', 'numpy', 'numba') if m in sys.modules])"
+    code = (
+        f"import {module}, sys; print([m for m in ('torch', 'numpy', 'numba') if m in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -56,7 +56,9 @@ def test_banned_imports_name_every_mapped_folder() -> None:
     assert set(banned) == folders
 
 
-@pytest.mark.parametrize("statement", ["import headrace", "import headrace.types, headrace.interfaces"])
+@pytest.mark.parametrize(
+    "statement", ["import headrace", "import headrace.types, headrace.interfaces"]
+)
 def test_import_loads_nothing_heavy(statement: str) -> None:
     code = f"{statement}; import sys; print([m for m in HEAVY if m in sys.modules])"
     code = "HEAVY = ('torch', 'numpy', 'numba', 'tokenizers', 'starlette', 'jinja2'); " + code

@@ -53,5 +53,7 @@ def test_functions_are_short() -> None:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 if lines > MAX_FUNCTION_LINES:
-                    wrong.append(f"{file.relative_to(ROOT)}:{node.lineno} {node.name}: {lines} lines")
+                    wrong.append(
+                        f"{file.relative_to(ROOT)}:{node.lineno} {node.name}: {lines} lines"
+                    )
     assert not wrong, "\n".join(wrong)
