@@ -1,0 +1,249 @@
+"""One engine process as its parent sees it: spawn, frames, output, signals, exit status.
+
+The process must be spawned from a thread that lives as long as it does: on Linux the child asks the kernel
+to be killed when the thread that spawned it ends. The socket's folder is private, and gone as soon
+as both ends are connected, so that a parent killed at any time leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from headrace.engine.ipc import encode_frame, read_frame
+from headrace.errors import EngineFailed
+from headrace.types import FromEngine, ToEngine
+
+_CONNECT_SECONDS = 60.0
+_POLL_SECONDS = 0.02
+_MAX_SOCKET_PATH_BYTES = 100
+_TAIL_LINES = 12
+_MAX_LINE_BYTES = 16 << 10
+
+
+def describe_exit(code: int) -> str:
+    """Return "exited with code 1" or "was killed by signal 9 (SIGKILL)"."""
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = "unknown"
+    return f"was killed by signal {-code} ({name})"
+
+
+class ChildProcess:
+    """A connected engine process. All methods belong to the event loop's thread."""
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        streams: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+        output: _Output,
+    ) -> None:
+        self._process = process
+        self._reader, self._writer = streams
+        self._output = output
+
+    @classmethod
+    async def spawn(cls, command: Sequence[str], on_line: Callable[[str], None]) -> ChildProcess:
+        """Start `command --socket PATH` and wait until it has connected.
+
+        `on_line` is told each line the process prints. Raises EngineFailed where it ends or stays
+        away instead, and OSError where it cannot be started.
+        """
+        folder = _socket_folder()
+        process: subprocess.Popen[bytes] | None = None
+        output: _Output | None = None
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            path = os.path.join(folder, "engine")
+            listener.bind(path)
+            listener.listen(1)
+            listener.setblocking(False)
+            process = _start([*command, "--socket", path])
+            output = await _Output.open(process, on_line)
+            connection = await _accept(listener, process, output)
+            streams = await asyncio.open_unix_connection(sock=connection)
+        except BaseException:
+            if process is not None:
+                await _end(process)
+            if output is not None:
+                await output.close()
+            raise
+        finally:
+            listener.close()
+            shutil.rmtree(folder, ignore_errors=True)
+        return cls(process, streams, output)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """Negative: the signal that killed it; None: it runs."""
+        return self._process.poll()
+
+    def last_lines(self) -> str:
+        """Return the last lines it printed."""
+        return "\n".join(self._output.tail)
+
+    def send(self, frame: ToEngine) -> None:
+        """Queue a frame for the process; nothing happens where it is gone."""
+        if not self._writer.is_closing():
+            self._writer.write(encode_frame(frame))
+
+    async def receive(self) -> FromEngine | None:
+        """Wait for the next frame; None once the process is gone."""
+        return await read_frame(self._reader)
+
+    async def wait_exit(self, seconds: float) -> bool:
+        """Wait for the process to end by itself; False where it did not in time."""
+        return await _wait_exit(self._process, seconds)
+
+    def terminate(self) -> None:
+        """Ask it to leave (SIGTERM)."""
+        self._process.terminate()
+
+    async def close(self) -> None:
+        """Kill the process and its own children if they still run, reap it, close every descriptor."""
+        await _end(self._process)
+        self._writer.close()
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
+        await self._output.close()
+
+
+class _Output:
+    """What the process prints, line by line; the last lines are kept to explain a crash."""
+
+    def __init__(self, on_line: Callable[[str], None]) -> None:
+        self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._on_line = on_line
+        self._reader = asyncio.StreamReader()
+        self._transport: asyncio.ReadTransport | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def open(
+        cls, process: subprocess.Popen[bytes], on_line: Callable[[str], None]
+    ) -> _Output:
+        output = cls(on_line)
+        loop = asyncio.get_running_loop()
+        output._transport, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(output._reader), process.stdout
+        )
+        output._task = loop.create_task(output._forward())
+        return output
+
+    async def _forward(self) -> None:
+        rest = b""
+        while data := await self._reader.read(1 << 16):
+            *lines, rest = (rest + data).split(b"\n")
+            if len(rest) > _MAX_LINE_BYTES:
+                lines.append(rest)
+                rest = b""
+            for line in lines:
+                self._say(line)
+        if rest:
+            self._say(rest)
+
+    def _say(self, line: bytes) -> None:
+        text = line[:_MAX_LINE_BYTES].decode("utf-8", "replace").rstrip()
+        if text:
+            self.tail.append(text)
+            self._on_line(text)
+
+    async def drain(self, seconds: float) -> None:
+        """Wait a moment for the last words of a process that has ended."""
+        if self._task is not None:
+            await asyncio.wait({self._task}, timeout=seconds)
+
+    async def close(self) -> None:
+        await self.drain(0.2)
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+        if self._transport is not None:
+            self._transport.close()
+
+
+def _socket_folder() -> str:
+    """Return a new folder that only this user can enter, its path short enough for a socket's address."""
+    folder = tempfile.mkdtemp(prefix="headrace-")
+    if len(os.fsencode(folder)) <= _MAX_SOCKET_PATH_BYTES - len("/engine"):
+        return folder
+    os.rmdir(folder)
+    return tempfile.mkdtemp(prefix="headrace-", dir="/tmp")
+
+
+def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Start a process in a session of its own: a terminal's Ctrl-C reaches only the parent."""
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+async def _accept(
+    listener: socket.socket, process: subprocess.Popen[bytes], output: _Output
+) -> socket.socket:
+    loop = asyncio.get_running_loop()
+    accepting = loop.create_task(_accept_one(listener))
+    deadline = loop.time() + _CONNECT_SECONDS
+    try:
+        while not accepting.done():
+            await asyncio.wait({accepting}, timeout=_POLL_SECONDS)
+            code = process.poll()
+            if accepting.done():
+                break
+            if code is not None:
+                await output.drain(0.2)
+                last = "\n".join(output.tail)
+                raise EngineFailed(
+                    f"the engine process {describe_exit(code)} before it could start"
+                    + (f"; its last output:\n{last}" if last else "")
+                )
+            if loop.time() > deadline:
+                raise EngineFailed(
+                    f"the engine process did not connect within {_CONNECT_SECONDS:.0f} s"
+                )
+        return accepting.result()
+    finally:
+        accepting.cancel()
+
+
+async def _accept_one(listener: socket.socket) -> socket.socket:
+    connection, _ = await asyncio.get_running_loop().sock_accept(listener)
+    connection.setblocking(False)
+    return connection
+
+
+async def _wait_exit(process: subprocess.Popen[bytes], seconds: float) -> bool:
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + seconds
+    pause = 0.001
+    while process.poll() is None:
+        if loop.time() >= deadline:
+            return False
+        await asyncio.sleep(pause)
+        pause = min(pause * 2, _POLL_SECONDS)
+    return True
+
+
+async def _end(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    await _wait_exit(process, 5.0)

@@ -1,0 +1,113 @@
+"""Frames on a Unix socket: a length of 4 bytes (little-endian), then one msgpack struct.
+
+Lengths are checked before a byte of the body is read, so that a stray writer cannot make either side
+allocate without bound. A connection that ends inside a frame reads as one that ended: the frame is void.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from typing import Any
+
+import msgspec
+
+from headrace.errors import EngineFailed
+from headrace.types import FromEngine, ToEngine
+
+MAX_FRAME_BYTES = 256 << 20
+"""The largest frame is a ModelCard, which carries a whole tokenizer.json (33 MB for Gemma 3)."""
+
+_LENGTH = struct.Struct("<I")
+_ENCODER = msgspec.msgpack.Encoder()
+_TO_ENGINE: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToEngine)
+_FROM_ENGINE: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromEngine)
+
+
+def encode_frame(frame: ToEngine | FromEngine, max_bytes: int = MAX_FRAME_BYTES) -> bytes:
+    """Return the frame as it goes on the wire, length included.
+
+    Raises EngineFailed where it is larger than `max_bytes`, and UnicodeEncodeError or OverflowError
+    where a value has no msgpack form (half a surrogate pair, an integer beyond 64 bits).
+    """
+    payload = _ENCODER.encode(frame)
+    _check_length(len(payload), max_bytes)
+    return _LENGTH.pack(len(payload)) + payload
+
+
+def decode_to_engine(payload: bytes | bytearray) -> ToEngine:
+    """Return a frame that a gateway sent. Raises EngineFailed where it is none."""
+    frame: ToEngine = _decode(_TO_ENGINE, payload)
+    return frame
+
+
+def decode_from_engine(payload: bytes | bytearray) -> FromEngine:
+    """Return a frame that an engine sent. Raises EngineFailed where it is none."""
+    frame: FromEngine = _decode(_FROM_ENGINE, payload)
+    return frame
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[Any], payload: bytes | bytearray) -> Any:
+    try:
+        return decoder.decode(payload)
+    except msgspec.MsgspecError as error:
+        raise EngineFailed(f"a frame of {len(payload)} bytes cannot be read: {error}") from error
+
+
+def _check_length(length: int, max_bytes: int) -> None:
+    if length > max_bytes:
+        raise EngineFailed(
+            f"a frame of {length} bytes is larger than the limit of {max_bytes} bytes"
+        )
+
+
+class FrameSocket:
+    """The engine's end: blocking, one thread that receives and one that sends."""
+
+    def __init__(self, connection: socket.socket, max_bytes: int = MAX_FRAME_BYTES) -> None:
+        self._connection = connection
+        self._max_bytes = max_bytes
+
+    def receive(self) -> ToEngine | None:
+        """Wait for the next frame; None once the other side is gone."""
+        header = self._read(_LENGTH.size)
+        if header is None:
+            return None
+        (length,) = _LENGTH.unpack(header)
+        _check_length(length, self._max_bytes)
+        payload = self._read(length)
+        return None if payload is None else decode_to_engine(payload)
+
+    def send(self, frame: FromEngine) -> None:
+        """Wait until the frame is written. Raises OSError once the other side is gone."""
+        self._connection.sendall(encode_frame(frame, self._max_bytes))
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _read(self, length: int) -> bytearray | None:
+        buffer = bytearray(length)
+        rest = memoryview(buffer)
+        while rest:
+            try:
+                count = self._connection.recv_into(rest)
+            except ConnectionError:
+                return None
+            if count == 0:
+                return None
+            rest = rest[count:]
+        return buffer
+
+
+async def read_frame(
+    reader: asyncio.StreamReader, max_bytes: int = MAX_FRAME_BYTES
+) -> FromEngine | None:
+    """Wait, without blocking the event loop, for an engine's next frame; None once it is gone."""
+    try:
+        (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+        _check_length(length, max_bytes)
+        payload = await reader.readexactly(length)
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+    return decode_from_engine(payload)

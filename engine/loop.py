@@ -1,0 +1,179 @@
+"""The engine's thread: take what came in, run one step, say what happened.
+
+The inbox is a SimpleQueue because its `put` may be called from a signal handler. Aborts and submissions
+take effect between two steps, never inside one, so the engine itself needs no lock.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from typing import Protocol
+
+import structlog
+
+from headrace.errors import EngineFailed, ErrorInfo, RequestError
+from headrace.types import (
+    Abort,
+    Accepted,
+    EngineStats,
+    FromEngine,
+    GenerationRequest,
+    Refused,
+    StepEvents,
+    Stop,
+    Submit,
+    ToEngine,
+    TokenEvent,
+)
+
+_NOTHING_RAN_SECONDS = 0.002
+"""How long to wait for a message after a step that could run nothing: neither spin nor oversleep."""
+
+
+class SteppedEngine(Protocol):
+    """What the loop drives: headrace.engine.engine.Engine, or anything that behaves like it."""
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Queue a request. Raises RequestError where it can never be served, or not now."""
+        ...
+
+    def abort(self, request_id: str) -> bool:
+        """End a request, whatever its stage, and free what it holds. False: no such request."""
+        ...
+
+    def step(self) -> list[TokenEvent]: ...
+
+    def has_work(self) -> bool: ...
+
+    def stats(self) -> EngineStats: ...
+
+    def close(self) -> None: ...
+
+
+class EngineLoop:
+    """Drives one engine. `run` belongs to the engine's thread; `post` may be called from any."""
+
+    def __init__(self, engine: SteppedEngine, emit: Callable[[FromEngine], object]) -> None:
+        self._engine = engine
+        self._emit = emit
+        self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
+        self._live: dict[str, set[int]] = {}  # request id -> its choices that have not ended
+        self._must_report = True
+        self._reported = EngineStats()
+        self._nothing_ran = False
+        self._last_step_failed = False
+        self._log = structlog.get_logger("headrace.engine")
+
+    def post(self, frame: ToEngine) -> None:
+        """Hand over a message; it takes effect before the next step. Never blocks."""
+        self._inbox.put(frame)
+
+    def run(self) -> None:
+        """Run until Stop. Raises what the engine raised where it cannot go on."""
+        while self._drain_inbox():
+            if self._engine.has_work():
+                self._step()
+            elif self._must_report:
+                self._report([])
+
+    def _drain_inbox(self) -> bool:
+        """Handle every message that is there, waiting for one while idle. False: stop."""
+        if self._must_report or self._engine.has_work():
+            frame = self._next_frame(_NOTHING_RAN_SECONDS if self._nothing_ran else 0)
+        else:
+            frame = self._inbox.get()
+        self._nothing_ran = False
+        while frame is not None:
+            if isinstance(frame, Stop):
+                return False
+            self._handle(frame)
+            frame = self._next_frame(0)
+        return True
+
+    def _next_frame(self, timeout: float) -> ToEngine | None:
+        try:
+            return self._inbox.get(block=timeout > 0, timeout=timeout or None)
+        except queue.Empty:
+            return None
+
+    def _handle(self, frame: ToEngine) -> None:
+        if isinstance(frame, Submit):
+            self._submit(frame.request)
+        elif isinstance(frame, Abort):
+            if self._live.pop(frame.request_id, None) is not None:
+                self._engine.abort(frame.request_id)
+                self._must_report = True  # the gauges fell, even if no step follows
+        else:
+            self._log.warning("engine ignored a message", frame=type(frame).__name__)
+
+    def _submit(self, request: GenerationRequest) -> None:
+        request_id = request.request_id
+        if request_id in self._live:
+            error = EngineFailed(f"a request with the id {request_id!r} is already running")
+            self._emit(Refused(request_id, error.info()))
+            return
+        try:
+            self._engine.submit(request)
+        except RequestError as refusal:
+            self._emit(Refused(request_id, refusal.info()))
+        except Exception as bug:
+            self._log.exception("engine could not take a request", request_id=request_id)
+            self._emit(Refused(request_id, _broken(bug).info()))
+        else:
+            self._live[request_id] = set(range(request.sampling.n))
+            self._emit(Accepted(request_id))
+
+    def _step(self) -> None:
+        steps_before = self._reported.steps_total
+        try:
+            events = self._engine.step()
+        except Exception as error:
+            self._fail_live_requests(error)
+            return
+        self._last_step_failed = False
+        for event in events:
+            if event.finish_reason is not None:
+                self._note_end(event)
+        self._report(events)
+        self._nothing_ran = not events and self._reported.steps_total == steps_before
+
+    def _note_end(self, event: TokenEvent) -> None:
+        choices = self._live.get(event.request_id)
+        if choices is not None:
+            choices.discard(event.index)
+            if not choices:
+                del self._live[event.request_id]
+
+    def _report(self, events: list[TokenEvent]) -> None:
+        self._must_report = False
+        stats = self._engine.stats()
+        seconds = stats.step_seconds_total - self._reported.step_seconds_total
+        self._reported = stats
+        self._emit(StepEvents(events, stats, seconds))
+
+    def _fail_live_requests(self, error: Exception) -> None:
+        """End every request after a step that raised, then go on; two such steps in a row are the end."""
+        self._log.error("engine step failed", requests=len(self._live), exc_info=error)
+        info = _broken(error).info()
+        live, self._live = self._live, {}
+        events = [_error_event(name, choice, info) for name in live for choice in live[name]]
+        self._report(events)
+        if self._last_step_failed:
+            raise error
+        self._last_step_failed = True
+        for request_id in live:
+            self._engine.abort(request_id)
+        self._must_report = True
+
+
+def _error_event(request_id: str, choice: int, info: ErrorInfo) -> TokenEvent:
+    return TokenEvent(request_id=request_id, index=choice, finish_reason="error", error=info)
+
+
+def _broken(error: Exception) -> EngineFailed:
+    """The client learns the kind of error; its text, which may hold paths, stays in the log."""
+    return EngineFailed(
+        f"the engine failed while serving this request ({type(error).__name__}); "
+        "the log of the server has the details"
+    )

@@ -1,0 +1,265 @@
+"""One engine's frames in, one stream of events per request out; all of it in the event loop's thread.
+
+A stream holds at most one joined event per choice, so a consumer that does not read costs its own
+max_tokens and delays nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Literal
+
+import msgspec
+import structlog
+
+from headrace.engine.outbox import EventBuffer
+from headrace.errors import (
+    EngineFailed,
+    InvalidRequest,
+    RemoteError,
+    RequestError,
+    Unavailable,
+)
+from headrace.types import (
+    Abort,
+    Accepted,
+    EngineStats,
+    Failed,
+    FromEngine,
+    GenerationRequest,
+    ModelCard,
+    Progress,
+    Ready,
+    Refused,
+    StepEvents,
+    Submit,
+    ToEngine,
+    TokenEvent,
+)
+
+ClientState = Literal["starting", "ready", "failed", "stopped"]
+EventStream = AsyncIterator[list[TokenEvent]]
+
+_RETRY_AFTER_STARTING_SECONDS = 2.0
+
+
+class RequestStream:
+    """The events of one request, for one consumer: an async iterator of lists of joined events."""
+
+    def __init__(self, request: GenerationRequest) -> None:
+        self.request_id = request.request_id
+        self.accepted = False
+        self._open_choices = set(range(request.sampling.n))
+        self._events = EventBuffer()
+        self._error: RequestError | None = None
+        self._news = asyncio.Event()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the engine has nothing more to say about the request."""
+        return self._error is not None or not self._open_choices
+
+    def accept(self) -> None:
+        self.accepted = True
+        self._news.set()
+
+    def add(self, event: TokenEvent) -> None:
+        if not self.accepted or event.index not in self._open_choices:
+            return  # of an aborted request with the same id
+        self._events.add(event)
+        if event.finish_reason is not None:
+            self._open_choices.discard(event.index)
+        self._news.set()
+
+    def fail(self, error: RequestError) -> None:
+        """End the stream with an error, after the events that have already arrived."""
+        if not self.is_over:
+            self._error = error
+            self._news.set()
+
+    async def wait_accepted(self) -> None:
+        """Wait for the engine's answer. Raises the refusal."""
+        while not self.accepted:
+            if self._error is not None:
+                raise self._error
+            self._news.clear()
+            await self._news.wait()
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> list[TokenEvent]:
+        while not self._events:
+            if self._error is not None:
+                raise self._error
+            if not self._open_choices:
+                raise StopAsyncIteration
+            self._news.clear()
+            await self._news.wait()
+        return self._events.take()
+
+
+class StreamMultiplexer:
+    """The live streams of one client, and its engine's statistics across restarts of the engine."""
+
+    def __init__(self) -> None:
+        self._streams: dict[str, RequestStream] = {}
+        self._stats = EngineStats()
+        self._carried = EngineStats()
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    @property
+    def stats(self) -> EngineStats:
+        """Gauges of now; counters since the client was made, whatever engines died meanwhile."""
+        return self._stats
+
+    @contextlib.asynccontextmanager
+    async def stream(
+        self, request: GenerationRequest, send: Callable[[Submit | Abort], None]
+    ) -> AsyncIterator[EventStream]:
+        """Submit a request and wait until it is accepted. Leaving before its end sends Abort."""
+        request_id = request.request_id
+        if request_id in self._streams:
+            raise InvalidRequest(f"a request with the id {request_id!r} is already running")
+        stream = RequestStream(request)
+        send(Submit(request))
+        self._streams[request_id] = stream
+        try:
+            await stream.wait_accepted()
+            yield stream
+        finally:
+            del self._streams[request_id]
+            if not stream.is_over:
+                send(Abort(request_id))
+
+    def receive(self, frame: Accepted | Refused | StepEvents) -> None:
+        """Hand an engine's frame to the streams it concerns. Unknown ids are of streams left early."""
+        if isinstance(frame, StepEvents):
+            self._count(frame.stats)
+            for event in frame.events:
+                stream = self._streams.get(event.request_id)
+                if stream is not None:
+                    stream.add(event)
+            return
+        stream = self._streams.get(frame.request_id)
+        if stream is None:
+            return
+        if isinstance(frame, Accepted):
+            stream.accept()
+        else:
+            stream.fail(RemoteError(frame.error))
+
+    def fail_all(self, error: Callable[[], RequestError]) -> None:
+        """End every stream: the engine is gone. What it counted is kept, its gauges fall to 0."""
+        for stream in self._streams.values():
+            stream.fail(error())
+        counters = {name: getattr(self._stats, name) for name in _COUNTERS}
+        self._carried = self._stats = EngineStats(**counters)
+
+    def _count(self, stats: EngineStats) -> None:
+        totals = {name: getattr(self._carried, name) + getattr(stats, name) for name in _COUNTERS}
+        self._stats = msgspec.structs.replace(stats, **totals)
+
+
+_COUNTERS = tuple(name for name in EngineStats.__struct_fields__ if name.endswith("_total"))
+
+
+class StreamingClient:
+    """What both kinds share: the state that frames change, and the streams."""
+
+    def __init__(self, client_id: str) -> None:
+        self._id = client_id
+        self._state: ClientState = "starting"
+        self._progress = Progress("start", 0.0)
+        self._card: ModelCard | None = None
+        self._failure: str | None = None
+        self._streams = StreamMultiplexer()
+        self._settled = asyncio.Event()
+        self._log = structlog.get_logger("headrace.engine").bind(replica=client_id)
+
+    @property
+    def id(self) -> str:
+        return self._id
+
+    @property
+    def state(self) -> ClientState:
+        return self._state
+
+    @property
+    def progress(self) -> Progress:
+        return self._progress
+
+    @property
+    def card(self) -> ModelCard | None:
+        return self._card
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._streams.stats
+
+    @property
+    def failure(self) -> str | None:
+        return self._failure
+
+    @contextlib.asynccontextmanager
+    async def stream(self, request: GenerationRequest) -> AsyncIterator[EventStream]:
+        if self._state != "ready":
+            raise self._unavailable()
+        async with self._streams.stream(request, self._try_send) as events:
+            yield events
+
+    def _send(self, frame: ToEngine) -> None:
+        raise NotImplementedError
+
+    def _try_send(self, frame: Submit | Abort) -> None:
+        try:
+            self._send(frame)
+        except (UnicodeEncodeError, OverflowError) as error:
+            raise InvalidRequest(
+                f"the request holds a value that cannot be sent: {error}"
+            ) from error
+
+    def _receive(self, frame: FromEngine) -> None:
+        if isinstance(frame, Progress):
+            self._progress = frame
+        elif isinstance(frame, Ready):
+            self._card = frame.card
+            self._failure = None
+            self._set_state("ready")
+        elif isinstance(frame, Failed):
+            self._failure = frame.message
+        else:
+            self._streams.receive(frame)
+
+    def _set_state(self, state: ClientState) -> None:
+        if self._state == "stopped":
+            return
+        self._state = state
+        if state == "starting":
+            self._progress = Progress("start", 0.0)
+        else:
+            self._settled.set()
+
+    async def _wait_settled(self) -> None:
+        await self._settled.wait()
+        if self._state in ("failed", "stopped"):
+            raise EngineFailed(
+                self._failure or f"the engine of replica '{self._id}' was stopped while starting"
+            )
+
+    def _unavailable(self) -> Unavailable:
+        name = f"the engine of replica '{self._id}'"
+        if self._state == "starting":
+            stage = f"{self._progress.stage}, {self._progress.fraction:.0%}"
+            return Unavailable(
+                f"{name} is starting ({stage})", retry_after_seconds=_RETRY_AFTER_STARTING_SECONDS
+            )
+        return Unavailable(f"{name} has {self._state}; the server's log has the details")
+
+    def _stop_streams(self) -> None:
+        self._set_state("stopped")
+        self._streams.fail_all(lambda: EngineFailed("the server is stopping"))

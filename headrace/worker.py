@@ -1,0 +1,156 @@
+"""The engine process: `python -m headrace.worker --socket PATH`, started by headrace.engine.client.
+
+The main thread is the engine's; one thread reads the socket and one writes it. The process never outlives
+its parent: the kernel kills it on Linux, the end of the socket does everywhere, whatever the engine is doing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
+from typing import Any, Protocol
+
+from headrace.engine.client import BuiltEngine, failure_text
+from headrace.engine.ipc import FrameSocket
+from headrace.engine.loop import EngineLoop, SteppedEngine
+from headrace.engine.outbox import Outbox
+from headrace.errors import EngineFailed, HeadraceError
+from headrace.types import Failed, Progress, Ready, StartEngine, Stop
+
+_STOP_SECONDS = 0.8
+_ORPHAN_SECONDS = 0.5
+_FLUSH_SECONDS = 0.5
+_PR_SET_PDEATHSIG = 1
+
+
+class Build(Protocol):
+    """headrace.build.build_engine, or a test's stand-in for it."""
+
+    def __call__(
+        self, replica: Mapping[str, Any], *, report: Callable[[str, float], None]
+    ) -> BuiltEngine: ...
+
+
+class Worker:
+    """One engine served over one connection."""
+
+    def __init__(self, frames: FrameSocket, build: Build) -> None:
+        self._frames = frames
+        self._build = build
+        self._outbox = Outbox()
+        self._loop: EngineLoop | None = None
+
+    def run(self) -> int:
+        """Serve until told to stop; return the exit code."""
+        signal.signal(signal.SIGTERM, self._on_terminate)
+        engine: SteppedEngine | None = None
+        writer = threading.Thread(target=self._write, name="writer", daemon=True)
+        try:
+            start = self._frames.receive()
+            if not isinstance(start, StartEngine):
+                return 1
+            writer.start()
+            threading.Thread(target=self._read, name="reader", daemon=True).start()
+            built = self._build(start.config, report=self._report)
+            engine = built.engine
+            self._loop = EngineLoop(engine, self._outbox.put)
+            self._outbox.put(Ready(built.card))
+            self._loop.run()
+            return 0
+        except Exception as error:
+            if not isinstance(error, HeadraceError):
+                traceback.print_exc()
+            self._outbox.put(Failed(failure_text(error)))
+            return 1
+        finally:
+            self._outbox.close()
+            if writer.is_alive():
+                writer.join(_FLUSH_SECONDS)
+            if engine is not None:
+                engine.close()
+
+    def _report(self, stage: str, fraction: float) -> None:
+        self._outbox.put(Progress(stage, fraction))
+
+    def _on_terminate(self, number: int, frame: FrameType | None) -> None:
+        """Leave after this step; while starting, leave at once."""
+        if self._loop is None:
+            raise SystemExit(0)
+        self._loop.post(Stop())
+
+    # --- the reader's thread ----------------------------------------------------
+
+    def _read(self) -> None:
+        patience = _ORPHAN_SECONDS
+        try:
+            while (frame := self._frames.receive()) is not None:
+                if isinstance(frame, Stop):
+                    patience = _STOP_SECONDS
+                    break
+                if self._loop is not None:
+                    self._loop.post(frame)
+        except (EngineFailed, OSError):
+            traceback.print_exc()
+        main_thread = threading.main_thread().ident
+        assert main_thread is not None
+        signal.pthread_kill(main_thread, signal.SIGTERM)
+        time.sleep(patience)
+        os._exit(0)  # the engine is inside a step or a load that does not end
+
+    # --- the writer's thread ----------------------------------------------------
+
+    def _write(self) -> None:
+        try:
+            while frames := self._outbox.take(timeout=None):
+                for frame in frames:
+                    self._frames.send(frame)
+        except OSError:
+            return  # the parent is gone: the reader knows
+        except Exception:
+            traceback.print_exc()
+            os._exit(1)  # a frame that cannot be sent: its request would wait for ever
+
+
+def die_with_parent() -> None:
+    """Ask the kernel, on Linux, to kill this process when the thread that spawned it ends."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def main(arguments: Sequence[str] | None = None, *, build: Build | None = None) -> int:
+    """Connect to the parent's socket and serve an engine on it; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m headrace.worker", description=__doc__)
+    parser.add_argument("--socket", required=True, help="the Unix socket to connect to")
+    path = parser.parse_args(arguments).socket
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.connect(path)
+    except OSError as error:
+        print(f"cannot connect to {path}: {error}", file=sys.stderr)  # noqa: T201
+        return 1
+    with contextlib.closing(connection):
+        return Worker(FrameSocket(connection), build or _build_configured).run()
+
+
+def _build_configured(
+    replica: Mapping[str, Any], *, report: Callable[[str, float], None]
+) -> BuiltEngine:
+    from headrace.build import build_engine
+
+    return build_engine(replica, report=report)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
