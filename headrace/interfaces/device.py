@@ -6,7 +6,7 @@ The engine drives a `Runner` and touches no tensor; a model's forward is written
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from headrace.interfaces.model import LoadedModel
+    from headrace.interfaces.policies import QuantizationPolicy
 
 
 class Clock(Protocol):
@@ -75,8 +76,20 @@ class Backend(Protocol):
         """Claim the device. Heavy libraries are imported here, not above. `options` is a checked Options."""
         ...
 
-    def create_runner(self, model: LoadedModel, group: Group, settings: EngineSettings) -> Runner:
-        """Hold the weights and return what the engine drives."""
+    def create_runner(
+        self,
+        model: LoadedModel,
+        group: Group,
+        settings: EngineSettings,
+        *,
+        quantization: QuantizationPolicy | None = None,
+        report: Callable[[str, float], None] = lambda stage, fraction: None,
+    ) -> Runner:
+        """Hold the weights and return what the engine drives.
+
+        `quantization` says in which scheme each weight is held; None: as stored. `report("load",
+        fraction)` is told how far it is. ModelError where a weight cannot be held so.
+        """
         ...
 
 

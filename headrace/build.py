@@ -1,0 +1,229 @@
+"""The composition root of an engine: the one place where model, backend, policy and engine meet.
+
+The worker process, `headrace.LLM`, tests and the simulator all come through here. Whatever can be
+refused is refused before a weight is read, and each memory figure is checked before it is taken.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import structlog
+
+from headrace.config import Choice, ReplicaConfig
+from headrace.config.resources import resolve_engine
+from headrace.errors import BackendUnavailable, ModelError
+from headrace.group import SingleRank
+from headrace.interfaces import Backend, Clock, LoadedModel, QuantizationPolicy, Runner
+from headrace.plugins.manager import create_plugin_manager
+from headrace.plugins.options import build_options
+from headrace.plugins.registry import Registries
+from headrace.types import EngineSettings, ModelCard
+from headrace.types.units import format_size
+
+if TYPE_CHECKING:
+    from headrace.engine.engine import Engine
+
+Report = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    """An engine that has run its kernels once, and the card it shows to the gateway."""
+
+    engine: Engine
+    card: ModelCard
+
+
+def build_engine(
+    replica: Mapping[str, Any] | ReplicaConfig,
+    *,
+    report: Report = lambda stage, fraction: None,
+    clock: Clock | None = None,
+    plugins: Sequence[object] = (),
+) -> BuiltEngine:
+    """Fetch, load and warm up one replica's model; return its engine.
+
+    `report(stage, fraction)` is told about "fetch", "load" and "warmup". Raises ConfigError,
+    PluginError, BackendUnavailable or ModelError.
+    """
+    from headrace.clock import SystemClock
+    from headrace.engine.engine import Engine
+    from headrace.text.tokenizer import Tokenizer
+
+    config = replica if isinstance(replica, ReplicaConfig) else ReplicaConfig.from_dict(replica)
+    clock = clock or SystemClock()
+    manager = create_plugin_manager(
+        discover=config.plugins.discover, blocked=config.plugins.blocked, plugins=plugins
+    )
+    registries = Registries.from_manager(manager)
+    base_dir = pathlib.Path(config.base_dir)
+    policies = config.model.policies
+    policy = create(registries, "scheduling", policies.scheduling, base_dir)
+    quantization = create(registries, "quantization", policies.quantization, base_dir)
+    backend = open_backend(registries, config.model.backend, base_dir, clock)
+    model = open_model_source(config, registries, report)
+    settings = settings_for(config, model)
+    runner, settings, num_blocks = load_runner(backend, model, settings, quantization, report)
+    tokenizer = Tokenizer(
+        model.text.tokenizer_json,
+        special_tokens=model.text.special_tokens,
+        add_bos_token=model.text.add_bos_token,
+    )
+    engine = Engine(
+        runner,
+        settings=settings,
+        num_blocks=num_blocks,
+        policy=policy,
+        clock=clock,
+        tokenizer=tokenizer,
+        model_name=config.model.name,
+        revision=model.revision,
+        eos_token_ids=model.text.eos_token_ids,
+        vocab_size=model.architecture.vocab_size,
+    )
+    card = make_card(config, model, settings, runner, num_blocks)
+    return BuiltEngine(engine=engine, card=card)
+
+
+def create(registries: Registries, kind: str, choice: Choice, base_dir: pathlib.Path) -> Any:
+    """Return the policy that a `{use, options}` of the configuration names."""
+    return registries.create(kind, choice.use, choice.options, base_dir)
+
+
+def open_backend(
+    registries: Registries, choice: Choice, base_dir: pathlib.Path, clock: Clock
+) -> Backend:
+    """Return the chosen backend, opened. BackendUnavailable says what is missing and how to get it."""
+    backend_class: type[Backend] = registries.resolve("backends", choice.use, base_dir)
+    options = build_options(backend_class, choice.options, base_dir)
+    availability = backend_class.probe()
+    if not availability.ok:
+        raise BackendUnavailable(
+            f"backend '{choice.use}' cannot run here: {availability.reason}. "
+            f"Choose another with models.*.backend; known: {', '.join(registries.backends.names())}"
+        )
+    return backend_class.open(0, options, clock)
+
+
+def open_model_source(config: ReplicaConfig, registries: Registries, report: Report) -> LoadedModel:
+    """Fetch the model's source if need be and open it; nothing is held on a device yet."""
+    from headrace.models.checkpoint import open_model
+    from headrace.models.sources import fetch
+
+    source = config.model.source
+    if source.startswith("scripted:"):
+        from headrace.testing.scripted import open_scripted
+
+        return open_scripted(pathlib.Path(source.removeprefix("scripted:")), config.model.name)
+    path = fetch(source, report=report)
+    names = registries.models.names()
+    known = {name: registries.models.get(name) for name in names if name != "scripted"}
+    return open_model(path, name=config.model.name, registry_models=known)
+
+
+def settings_for(config: ReplicaConfig, model: LoadedModel) -> EngineSettings:
+    """Resolve every `auto`, and never promise more context than the model was made for."""
+    engine = config.model.engine
+    trained = model.architecture.max_position
+    settings = resolve_engine(
+        engine,
+        replicas=config.replicas_on_host,
+        stored_dtype=model.stored_dtype,
+        trained_model_len=trained,
+    )
+    if settings.max_model_len > trained:
+        structlog.get_logger(__name__).warning(
+            "max_model_len lowered to what the model was trained for",
+            model=config.model.name,
+            asked=settings.max_model_len,
+            max_model_len=trained,
+        )
+        settings = msgspec.structs.replace(settings, max_model_len=trained)
+    return settings
+
+
+def load_runner(
+    backend: Backend,
+    model: LoadedModel,
+    settings: EngineSettings,
+    quantization: QuantizationPolicy,
+    report: Report,
+) -> tuple[Runner, EngineSettings, int]:
+    """Hold the weights, size and allocate the KV pool, run every kernel once."""
+    report("load", 0.0)
+    runner = backend.create_runner(
+        model, SingleRank(), settings, quantization=quantization, report=report
+    )
+    settings, num_blocks = size_pool(settings, runner, model.name)
+    runner.allocate(num_blocks)
+    report("warmup", 0.0)
+    runner.warm_up(lambda fraction: report("warmup", fraction))
+    return runner, settings, num_blocks
+
+
+def size_pool(settings: EngineSettings, runner: Runner, name: str) -> tuple[EngineSettings, int]:
+    """Return how many blocks the KV memory holds, and max_model_len lowered to what they hold.
+
+    One sequence of max_model_len always fits the pool alone; more blocks than all sequences at
+    full length could use are not taken. ModelError where not even one block fits.
+    """
+    per_block = runner.memory().kv_bytes_per_block
+    blocks_per_sequence = -(-settings.max_model_len // settings.block_size)
+    wanted = blocks_per_sequence * settings.max_num_sequences
+    num_blocks = min(wanted, settings.kv_memory_bytes // per_block) if per_block else wanted
+    if num_blocks < 1:
+        raise ModelError(
+            f"models.*.engine.kv_memory: {format_size(settings.kv_memory_bytes)} does not hold one block of "
+            f"{settings.block_size} tokens of '{name}' ({format_size(per_block)}); give at least "
+            f"{format_size(per_block * blocks_per_sequence)} for {settings.max_model_len} tokens"
+        )
+    held = num_blocks * settings.block_size
+    if held < settings.max_model_len:
+        structlog.get_logger(__name__).warning(
+            "max_model_len lowered to what the KV pool holds",
+            model=name,
+            asked=settings.max_model_len,
+            max_model_len=held,
+            kv_memory=format_size(settings.kv_memory_bytes),
+            needed=format_size(per_block * blocks_per_sequence),
+        )
+        settings = msgspec.structs.replace(settings, max_model_len=held)
+    return settings, num_blocks
+
+
+def make_card(
+    config: ReplicaConfig,
+    model: LoadedModel,
+    settings: EngineSettings,
+    runner: Runner,
+    num_blocks: int,
+) -> ModelCard:
+    """Return what the replica says of itself."""
+    memory = runner.memory()
+    return ModelCard(
+        name=config.model.name,
+        revision=model.revision,
+        architecture=model.architecture.name,
+        tokenizer_json=model.text.tokenizer_json,
+        chat_template=model.text.chat_template,
+        special_tokens=dict(model.text.special_tokens),
+        add_bos_token=model.text.add_bos_token,
+        eos_token_ids=tuple(model.text.eos_token_ids),
+        vocab_size=model.architecture.vocab_size,
+        max_model_len=settings.max_model_len,
+        max_queued_requests=settings.max_queued_requests,
+        block_size=settings.block_size,
+        num_blocks=num_blocks,
+        default_sampling=dict(model.default_sampling),
+        weight_bytes=memory.weight_bytes,
+        kv_bytes_per_token=memory.kv_bytes_per_block // settings.block_size,
+        backend=config.model.backend.use,
+        dtype=settings.dtype,
+        created=int(time.time()),
+    )
