@@ -140,39 +140,22 @@ class SchedulingGuard(PolicyGuard[SchedulingPolicy]):
     def rank_waiting(
         self, waiting: Sequence[RequestView], view: SchedulerView
     ) -> Sequence[RequestView]:
-        def check(answer: Any) -> list[RequestView]:
-            order: list[RequestView] = list(itertools.islice(answer, len(waiting) + 1))
-            if len(order) != len(waiting):
-                more = "more" if len(order) > len(waiting) else f"only {len(order)}"
-                raise Nonsense(f"{more} of {len(waiting)} waiting requests in the order")
-            if {id(request) for request in order} != {id(request) for request in waiting}:
-                raise Nonsense("the order is no permutation of the waiting requests")
-            return order
-
-        answer: Sequence[RequestView] = self.call("rank_waiting", (list(waiting), view), check)
-        return answer
+        order: Sequence[RequestView] = self.call(
+            "rank_waiting", (list(waiting), view), lambda answer: checked_order(answer, waiting)
+        )
+        return order
 
     def choose_victim(self, running: Sequence[RequestView], view: SchedulerView) -> RequestView:
-        def check(answer: Any) -> RequestView:
-            for request in running:
-                if request is answer:
-                    return request
-            raise Nonsense(f"the victim {answer!r} is not one of the {len(running)} running")
-
-        answer: RequestView = self.call("choose_victim", (list(running), view), check)
-        return answer
+        victim: RequestView = self.call(
+            "choose_victim", (list(running), view), lambda answer: checked_victim(answer, running)
+        )
+        return victim
 
     def prefill_budget(self, view: SchedulerView) -> int:
-        def check(answer: Any) -> int:
-            budget = _whole_number(answer, "the budget")
-            if budget < 0:
-                raise Nonsense(f"the budget is negative: {budget}")
-            if budget == 0 and view.decoding == 0 and view.token_budget > 0:
-                raise Nonsense("a budget of 0 while nothing decodes: no request would ever run")
-            return min(budget, view.token_budget)
-
-        answer: int = self.call("prefill_budget", (view,), check)
-        return answer
+        budget: int = self.call(
+            "prefill_budget", (view,), lambda answer: checked_budget(answer, view)
+        )
+        return budget
 
     def observe(self, step: StepFacts) -> None:
         """Tell the policy of a step where it wants to know."""
@@ -188,39 +171,80 @@ class RoutingGuard(PolicyGuard[RoutingPolicy]):
     kind = "routing"
 
     def choose(self, request: RoutingRequest, replicas: Sequence[ReplicaView], now: float) -> str:
-        def check(answer: Any) -> str:
-            if not any(replica.id == answer for replica in replicas):
-                known = ", ".join(replica.id for replica in replicas)
-                raise Nonsense(f"no replica {answer!r} among {known}")
-            return str(answer)
-
-        answer: str = self.call("choose", (request, replicas, now), check)
-        return answer
+        replica_id: str = self.call(
+            "choose",
+            (request, list(replicas), now),
+            lambda answer: checked_replica_id(answer, replicas),
+        )
+        return replica_id
 
 
 class AdmissionGuard(PolicyGuard[AdmissionPolicy]):
     kind = "admission"
 
     def admit(self, ticket: TicketView, view: AdmissionView, now: float) -> Admit | Queue | Reject:
-        def check(answer: Any) -> Admit | Queue | Reject:
-            if not isinstance(answer, (Admit, Queue, Reject)):
-                raise Nonsense(f"the verdict is no Admit, Queue or Reject: {answer!r}")
-            if isinstance(answer, Reject) and answer.fault not in ("caller", "server"):
-                raise Nonsense(f"the fault is neither 'caller' nor 'server': {answer.fault!r}")
-            if isinstance(answer, Admit):
-                for charge in answer.charges:
-                    if charge.amount < 0 or charge.limit < 0:
-                        raise Nonsense(f"a negative charge: {charge!r}")
-            return answer
-
-        answer: Admit | Queue | Reject = self.call("admit", (ticket, view, now), check)
-        return answer
+        verdict: Admit | Queue | Reject = self.call(
+            "admit", (ticket, view, now), lambda answer: checked_verdict(answer, now)
+        )
+        return verdict
 
 
-def _whole_number(answer: Any, what: str) -> int:
-    if isinstance(answer, bool):
-        raise Nonsense(f"{what} is no whole number: {answer!r}")
+def checked_order(answer: Any, waiting: Sequence[RequestView]) -> list[RequestView]:
+    """Return the order of `rank_waiting` as a list: the same views, each exactly once."""
+    order: list[RequestView] = list(itertools.islice(answer, len(waiting) + 1))
+    if len(order) != len(waiting):
+        count = "more than" if len(order) > len(waiting) else f"{len(order)} of"
+        raise Nonsense(f"the order has {count} the {len(waiting)} waiting requests")
+    if {id(request) for request in order} != {id(request) for request in waiting}:
+        raise Nonsense("the order is no permutation of the waiting requests")
+    return order
+
+
+def checked_victim(answer: Any, running: Sequence[RequestView]) -> RequestView:
+    """Return the victim of `choose_victim`: one of the running views itself, not a copy."""
+    for request in running:
+        if request is answer:
+            return request
+    raise Nonsense(f"the victim is not one of the {len(running)} running requests: {answer!r}")
+
+
+def checked_budget(answer: Any, view: SchedulerView) -> int:
+    """Return the tokens of `prefill_budget`, at most the step's own budget."""
     try:
-        return operator.index(answer)
+        budget = operator.index(answer)
     except TypeError:
-        raise Nonsense(f"{what} is no whole number: {answer!r}") from None
+        raise Nonsense(f"the budget is no whole number: {answer!r}") from None
+    if isinstance(answer, bool) or budget < 0:
+        raise Nonsense(f"the budget is no number of tokens: {answer!r}")
+    if budget == 0 and view.decoding == 0 and view.token_budget > 0:
+        raise Nonsense("a budget of 0 while nothing decodes: no request would ever run")
+    return min(budget, view.token_budget)
+
+
+def checked_replica_id(answer: Any, replicas: Sequence[ReplicaView]) -> str:
+    """Return the id of `choose`: that of a replica which was offered."""
+    for replica in replicas:
+        if replica.id == answer:
+            return replica.id
+    known = ", ".join(replica.id for replica in replicas)
+    raise Nonsense(f"no replica {answer!r} was offered, only {known}")
+
+
+def checked_verdict(answer: Any, now: float) -> Admit | Queue | Reject:
+    """Return the verdict of `admit` where its fields make sense."""
+    if isinstance(answer, Admit):
+        for charge in answer.charges:
+            if charge.amount < 0 or charge.limit < 0 or (charge.window_seconds or 1.0) <= 0:
+                raise Nonsense(f"a charge below zero: {charge!r}")
+        return answer
+    if isinstance(answer, Queue):
+        if not answer.until > now:
+            raise Nonsense(f"queued until {answer.until}, which is past: it is {now}")
+        return answer
+    if isinstance(answer, Reject):
+        if answer.fault not in ("caller", "server"):
+            raise Nonsense(f"the fault must be 'caller' or 'server', got {answer.fault!r}")
+        if not answer.retry_after_seconds >= 0:
+            raise Nonsense(f"retry_after_seconds is below 0: {answer.retry_after_seconds!r}")
+        return answer
+    raise Nonsense(f"the verdict is no Admit, Queue or Reject: {answer!r}")

@@ -12,9 +12,9 @@ from typing import Any
 from headrace.errors import PluginError
 
 
-def check_class(kind: str, protocol: type[Any], cls: type[Any], source: str) -> None:
+def check_class(label: str, protocol: type[Any], cls: type[Any], source: str) -> None:
     """Raise PluginError where `cls` lacks a method or attribute of `protocol`, or takes other arguments."""
-    where = f"{kind} class {cls.__module__}:{cls.__qualname__} ({source})"
+    where = f"{label} {cls.__module__}:{cls.__qualname__} ({source})"
     for attribute in _class_attributes(protocol):
         if not hasattr(cls, attribute):
             raise PluginError(f"{where} has no class attribute `{attribute}`")

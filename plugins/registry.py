@@ -37,6 +37,14 @@ KINDS: Mapping[str, type[Any]] = {
     "routing": RoutingPolicy,
     "quantization": QuantizationPolicy,
 }
+LABELS: Mapping[str, str] = {
+    "backends": "backend",
+    "models": "architecture",
+    "scheduling": "scheduling policy",
+    "admission": "admission policy",
+    "routing": "routing policy",
+    "quantization": "quantization policy",
+}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
@@ -66,7 +74,7 @@ class Registry:
     def add(self, target: type[Any] | ClassReference, origin: str) -> None:
         """Register a class, checked now, or a reference, checked when asked for. PluginError if it is wrong."""
         if not isinstance(target, ClassReference):
-            check_class(self.kind, self._protocol, target, f"plugin {origin}")
+            check_class(LABELS[self.kind], self._protocol, target, f"plugin {origin}")
         entry = Entry(target.name, target, origin)
         if not isinstance(entry.name, str) or not _NAME.fullmatch(entry.name):
             raise PluginError(
@@ -74,7 +82,7 @@ class Registry:
             )
         if entry.name in self._entries:
             raise PluginError(
-                f"two {self.kind} classes are named '{entry.name}': "
+                f"two classes for {self.kind} are named '{entry.name}': "
                 f"{self._entries[entry.name].describe()} and {entry.describe()}. "
                 "Rename one, or block its plugin with `plugins.blocked`"
             )
@@ -85,12 +93,14 @@ class Registry:
         if name in self._loaded:
             return self._loaded[name]
         if name not in self._entries:
-            raise PluginError(f"no {self.kind} named '{name}'. {did_you_mean(name, self._entries)}")
+            raise PluginError(
+                f"no {LABELS[self.kind]} named '{name}'. {did_you_mean(name, self._entries)}"
+            )
         entry = self._entries[name]
         cls = entry.target
         if isinstance(cls, ClassReference):
-            cls = _import(self.kind, cls)
-            check_class(self.kind, self._protocol, cls, f"plugin {entry.origin}")
+            cls = _import(LABELS[self.kind], cls)
+            check_class(LABELS[self.kind], self._protocol, cls, f"plugin {entry.origin}")
             if cls.name != name:
                 raise PluginError(
                     f"{entry.describe()} is registered as '{name}' but its name is '{cls.name}'"
@@ -140,7 +150,7 @@ class Registries:
         if not is_script(use):
             return registry.get(use)
         cls = load_class(use, base_dir)
-        check_class(kind, KINDS[kind], cls, use)
+        check_class(LABELS[kind], KINDS[kind], cls, use)
         return cls
 
     def create(
@@ -157,7 +167,7 @@ class Registries:
             return cls() if built is None else cls(built)
         except Exception as error:
             raise PluginError(
-                f"{kind} '{use}' cannot be built: {type(error).__name__}: {error}"
+                f"{LABELS[kind]} '{use}' cannot be built: {type(error).__name__}: {error}"
             ) from error
 
 
@@ -180,14 +190,14 @@ def _registered(
     return answer
 
 
-def _import(kind: str, reference: ClassReference) -> type[Any]:
+def _import(label: str, reference: ClassReference) -> type[Any]:
     module_name, _, class_name = reference.target.partition(":")
     try:
         cls = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError) as error:
         raise PluginError(
-            f"{kind} '{reference.name}' ({reference.target}) cannot be loaded: {error}"
+            f"{label} '{reference.name}' ({reference.target}) cannot be loaded: {error}"
         ) from error
     if not isinstance(cls, type):
-        raise PluginError(f"{kind} '{reference.name}': {reference.target} is not a class")
+        raise PluginError(f"{label} '{reference.name}': {reference.target} is not a class")
     return cls

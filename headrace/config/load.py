@@ -57,7 +57,7 @@ def load_config(
     """
     here = pathlib.Path.cwd()
     tree = Table({}, Origin("default", here)) if path is None else read_file(path)
-    top_keys = _hints(Config)
+    top_keys = keys_of(Config)
     overlay_environment(tree, os.environ if environ is None else environ, top_keys, here)
     overlay_flags(tree, flags or {}, here)
     walk = _Walk()
@@ -77,7 +77,7 @@ class _Walk:
 
     def struct(self, node: Node, cls: type[Any], key: str) -> Any:
         node = self._table_for(node, cls, key)
-        hints = _hints(cls)
+        hints = keys_of(cls)
         for name in node.entries:
             if name not in hints:
                 origin = node.key_origins.get(name, node.origin)
@@ -137,7 +137,7 @@ class _Walk:
             return node
         if cls is Choice and isinstance(node, Scalar) and isinstance(node.value.value, str):
             return Table({"use": node}, node.origin, {"use": node.origin})
-        keys = ", ".join(_hints(cls))
+        keys = ", ".join(keys_of(cls))
         problem = f"must be a table with the keys {keys}, got {show(plain(node))}"
         raise config_error(node.origin, key, problem)
 
@@ -191,7 +191,7 @@ def _join(key: str, name: str) -> str:
     return f"{key}.{name}" if key else name
 
 
-def _hints(cls: type[Any]) -> dict[str, Any]:
+def keys_of(cls: type[Any]) -> dict[str, Any]:
     """Return the fields of a struct that are keys of the YAML, with their types."""
     hints = typing.get_type_hints(cls, include_extras=True)
     return {
