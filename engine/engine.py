@@ -1,0 +1,270 @@
+"""The engine: requests in, one step at a time, events out.
+
+One thread calls everything here. A step that the runner cannot do ends the running requests with an
+error and leaves the waiting ones; several such steps in a row mean that the device is lost, and raise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Collection
+
+import structlog
+
+from headrace.engine.batch import BatchBuilder, BatchPlan
+from headrace.engine.intake import Intake
+from headrace.engine.kv_cache import KVCache
+from headrace.engine.outcome import Outcome
+from headrace.engine.scheduler import Scheduler
+from headrace.engine.sequence import Family, Sequence, Status
+from headrace.errors import EngineFailed, InvalidRequest, Unavailable
+from headrace.interfaces import Clock, Runner, SchedulingPolicy
+from headrace.step_time import StepTimeModel
+from headrace.text.tokenizer import Tokenizer
+from headrace.types import (
+    EngineSettings,
+    EngineStats,
+    ForwardBatch,
+    GenerationRequest,
+    StepFacts,
+    StepResult,
+    TokenEvent,
+)
+
+MAX_FAILED_STEPS = 3
+SCORE_ROW_BYTES = 64 << 20
+"""Logits that scoring prompts may take per step."""
+
+
+class Engine:
+    """Continuous batching over one runner."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        settings: EngineSettings,
+        num_blocks: int,
+        policy: SchedulingPolicy,
+        clock: Clock,
+        tokenizer: Tokenizer,
+        model_name: str,
+        revision: str,
+        eos_token_ids: Collection[int],
+        vocab_size: int,
+    ) -> None:
+        self.model_name = model_name
+        self.max_model_len = min(settings.max_model_len, num_blocks * settings.block_size)
+        self.step_time = StepTimeModel()
+        self._log = structlog.get_logger("headrace.engine")
+        if self.max_model_len < settings.max_model_len:
+            self._log.warning(
+                "context lowered to what the KV pool holds",
+                max_model_len=self.max_model_len,
+                asked=settings.max_model_len,
+                num_blocks=num_blocks,
+                block_size=settings.block_size,
+            )
+        self._runner = runner
+        self._policy = policy
+        self._clock = clock
+        self._max_queued_requests = settings.max_queued_requests
+        self._families: dict[str, Family] = {}
+        self._intake = Intake(
+            tokenizer=tokenizer,
+            eos_token_ids=tuple(eos_token_ids),
+            vocab_size=vocab_size,
+            max_model_len=self.max_model_len,
+            block_size=settings.block_size,
+            num_blocks=num_blocks,
+        )
+        self._kv_cache = KVCache(
+            num_blocks,
+            settings.block_size,
+            model_revision=revision,
+            prefix_caching=settings.prefix_caching,
+        )
+        self._scheduler = Scheduler(
+            self._kv_cache,
+            policy,
+            settings,
+            self.step_time,
+            max_score_rows=max(16, SCORE_ROW_BYTES // (4 * vocab_size)),
+        )
+        self._batches = BatchBuilder(
+            num_slots=self._scheduler.num_slots,
+            num_groups=len(runner.kv_groups()),
+            block_size=settings.block_size,
+            max_model_len=self.max_model_len,
+        )
+        self._outcome = Outcome(self._scheduler, tokenizer, self._forget)
+        self._is_closed = False
+        self._failed_steps = 0
+        self._steps_total = 0
+        self._step_seconds_total = 0.0
+        self._mean_request_seconds = 0.0
+
+    # --- requests ---------------------------------------------------------------
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Queue a request; it is never shed afterwards.
+
+        Raises InvalidRequest where it can never be served, Unavailable where too many wait already.
+        """
+        if self._is_closed:
+            raise Unavailable("the engine is stopping")
+        if request.request_id in self._families:
+            raise InvalidRequest(
+                f"a request with the id {request.request_id!r} is already running; ids are unique",
+                param="request_id",
+            )
+        self._intake.check(request)
+        self._check_queue(request.sampling.n)
+        family = self._intake.family(request, self._clock.now())
+        self._families[request.request_id] = family
+        self._scheduler.add(family)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request at whatever stage, and free what it holds. False: no such request."""
+        family = self._families.pop(request_id, None)
+        if family is None:
+            return False
+        for sequence in family.sequences:
+            if sequence.status is not Status.FINISHED:
+                self._scheduler.remove(sequence)
+        return True
+
+    def has_work(self) -> bool:
+        return bool(self._families)
+
+    def _check_queue(self, num_choices: int) -> None:
+        """Count choices that would find no slot now; each of n waits in its own right."""
+        scheduler = self._scheduler
+        room = self._max_queued_requests + scheduler.num_free_slots
+        if num_choices > self._max_queued_requests + scheduler.num_slots:
+            raise InvalidRequest(
+                f"n is {num_choices}, but this engine runs {scheduler.num_slots} choices at a time "
+                f"and queues {self._max_queued_requests} more",
+                param="n",
+            )
+        if scheduler.num_waiting + num_choices > room:
+            retry_after = self._predicted_wait_seconds()
+            raise Unavailable(
+                f"{scheduler.num_waiting} requests are waiting, at most "
+                f"{self._max_queued_requests} may; try again in {retry_after:.0f} s",
+                retry_after_seconds=retry_after,
+            )
+
+    def _predicted_wait_seconds(self) -> float:
+        """Return how long the queue takes to move by one: 1 s to 60 s."""
+        seconds = self._mean_request_seconds / max(1, self._scheduler.num_slots)
+        return float(min(60, max(1, math.ceil(seconds))))
+
+    def _forget(self, sequence: Sequence) -> None:
+        family = sequence.family
+        family.num_unfinished -= 1
+        if family.num_unfinished == 0:
+            self._families.pop(family.request.request_id, None)
+            seconds = self._clock.now() - family.arrival_time
+            self._mean_request_seconds += 0.1 * (seconds - self._mean_request_seconds)
+
+    # --- a step -----------------------------------------------------------------
+
+    def step(self) -> list[TokenEvent]:
+        """Run one step and return its news. Raises EngineFailed where the device is lost."""
+        start = self._clock.now()
+        plan = self._scheduler.schedule(start)
+        if not plan.entries:
+            return []
+        batch = self._batches.build(plan)
+        try:
+            result = self._execute(batch)
+        except Exception as error:
+            return self._fail_running(error)
+        now = self._clock.now()
+        events, copies = self._outcome.apply(plan, result, now)
+        if copies:
+            self._runner.copy_blocks(copies)
+        self._account(plan, batch, now - start)
+        self._tell_policy(plan, events, now, now - start)
+        return events
+
+    def _execute(self, batch: ForwardBatch) -> StepResult:
+        handle = self._runner.execute(batch)
+        handle.sample()
+        return handle.result()
+
+    def _account(self, plan: BatchPlan, batch: ForwardBatch, seconds: float) -> None:
+        self._failed_steps = 0
+        self._steps_total += 1
+        self._step_seconds_total += seconds
+        num_kv_rows = int(batch.kv_lens[0].sum())
+        self.step_time.observe(plan.num_prefill_tokens, len(plan.entries), num_kv_rows, seconds)
+
+    def _tell_policy(
+        self, plan: BatchPlan, events: list[TokenEvent], now: float, seconds: float
+    ) -> None:
+        observe = getattr(self._policy, "observe", None)
+        if observe is None:
+            return
+        tokens: dict[str, int] = {}
+        for entry in plan.entries:
+            name = entry.sequence.request.request_id
+            tokens[name] = tokens.get(name, 0) + entry.num_tokens
+        ended = (event.request_id for event in events if event.finish_reason is not None)
+        finished = tuple(name for name in dict.fromkeys(ended) if name not in self._families)
+        observe(StepFacts(now=now, step_seconds=seconds, tokens=tokens, finished=finished))
+
+    def _fail_running(self, error: Exception) -> list[TokenEvent]:
+        """End what was running; nothing of the failed step was published, so the cache stays right."""
+        self._failed_steps += 1
+        self._log.error(
+            "step failed",
+            running=len(self._scheduler.running),
+            in_a_row=self._failed_steps,
+            exc_info=error,
+        )
+        if self._failed_steps >= MAX_FAILED_STEPS:
+            raise EngineFailed(
+                f"{self._failed_steps} steps in a row failed; the last with {type(error).__name__}"
+            ) from error
+        info = EngineFailed(
+            f"the engine failed while serving this request ({type(error).__name__}); "
+            "the log of the server has the details"
+        ).info()
+        now = self._clock.now()
+        events: list[TokenEvent] = []
+        for sequence in list(self._scheduler.running):
+            dependent = [sequence]
+            if sequence.index == 0:
+                dependent += sequence.family.pending()
+            events += [self._outcome.fail(s, info, now, rows_valid=True) for s in dependent]
+        return events
+
+    # --- the rest ---------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        pool = self._kv_cache.pool
+        return EngineStats(
+            num_running=len(self._scheduler.running),
+            num_waiting=self._scheduler.num_waiting,
+            num_blocks=pool.num_blocks,
+            num_free_blocks=pool.num_free,
+            preemptions_total=self._scheduler.preemptions_total,
+            prefix_query_tokens_total=self._kv_cache.query_tokens_total,
+            prefix_hit_tokens_total=self._kv_cache.hit_tokens_total,
+            prompt_tokens_total=self._outcome.prompt_tokens_total,
+            generation_tokens_total=self._outcome.generation_tokens_total,
+            steps_total=self._steps_total,
+            step_seconds_total=self._step_seconds_total,
+            policy_failures_total=getattr(self._policy, "failures_total", 0),
+        )
+
+    def close(self) -> None:
+        """Drop every request and free the device. A second close does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for request_id in list(self._families):
+            self.abort(request_id)
+        self._runner.close()

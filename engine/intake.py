@@ -1,0 +1,100 @@
+"""What a request has to satisfy before it may wait, and the sequences it becomes."""
+
+from __future__ import annotations
+
+from headrace.engine.output import SequenceOutput
+from headrace.engine.sampling_rows import SequenceSampling
+from headrace.engine.sequence import Family, Sequence, Status, choice_seed
+from headrace.errors import ContextLengthExceeded, InvalidRequest
+from headrace.text.tokenizer import Tokenizer
+from headrace.types import GenerationRequest, RequestView, check_token_ids
+
+
+class Intake:
+    """Checks requests against this engine's model and pool, and builds their sequences."""
+
+    def __init__(
+        self,
+        *,
+        tokenizer: Tokenizer,
+        eos_token_ids: tuple[int, ...],
+        vocab_size: int,
+        max_model_len: int,
+        block_size: int,
+        num_blocks: int,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._eos_token_ids = eos_token_ids
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._block_size = block_size
+        self._num_blocks = num_blocks
+
+    def check(self, request: GenerationRequest) -> None:
+        """Raise InvalidRequest where the request can never be served here, with the arithmetic."""
+        check_token_ids(request, self._vocab_size)
+        sampling = request.sampling
+        if sampling.grammar is not None:
+            raise InvalidRequest("grammar is not supported by this engine", param="grammar")
+        num_prompt_tokens = len(request.prompt_token_ids)
+        least = 0 if sampling.max_tokens == 0 else 1
+        if num_prompt_tokens + least > self._max_model_len:
+            blocks = -(-(num_prompt_tokens + least) // self._block_size)
+            raise ContextLengthExceeded(
+                f"the prompt has {num_prompt_tokens} tokens and at least {least} more would be "
+                f"generated: {blocks} blocks of {self._block_size} tokens. A sequence can have "
+                f"{self._max_model_len} tokens here (the pool has {self._num_blocks} blocks); "
+                "shorten the prompt",
+                param="prompt",
+            )
+        if sampling.max_tokens and num_prompt_tokens + sampling.max_tokens > self._max_model_len:
+            room = self._max_model_len - num_prompt_tokens
+            raise ContextLengthExceeded(
+                f"the prompt has {num_prompt_tokens} tokens and max_tokens is "
+                f"{sampling.max_tokens}: {num_prompt_tokens + sampling.max_tokens} in all. A "
+                f"sequence can have {self._max_model_len} tokens here; ask for at most {room} or "
+                "shorten the prompt",
+                param="max_tokens",
+            )
+
+    def family(self, request: GenerationRequest, now: float) -> Family:
+        """Return the request's sequences; only the first holds the prompt until the others fork."""
+        family = Family(request, now, num_unfinished=request.sampling.n)
+        for index in range(request.sampling.n):
+            family.sequences.append(self._sequence(family, index))
+        return family
+
+    def _sequence(self, family: Family, index: int) -> Sequence:
+        request = family.request
+        sampling = request.sampling
+        prompt = request.prompt_token_ids
+        max_tokens = sampling.max_tokens
+        if max_tokens is None:
+            max_tokens = self._max_model_len - len(prompt)
+        return Sequence(
+            family=family,
+            index=index,
+            seed=choice_seed(sampling.seed, index),
+            max_tokens=max_tokens,
+            output=SequenceOutput(
+                self._tokenizer,
+                request_id=request.request_id,
+                index=index,
+                sampling=sampling,
+                eos_token_ids=self._eos_token_ids,
+                max_tokens=max_tokens,
+            ),
+            token_ids=list(prompt) if index == 0 else [],
+            view=RequestView(
+                request_id=request.request_id,
+                choice=index,
+                tenant=request.tenant,
+                priority=request.priority,
+                arrival_time=family.arrival_time,
+                ttft_target_seconds=request.ttft_target_seconds,
+                tpot_target_seconds=request.tpot_target_seconds,
+                num_prompt_tokens=len(prompt),
+            ),
+            sampling=SequenceSampling(sampling, prompt, self._eos_token_ids),
+            status=Status.WAITING if index == 0 else Status.PENDING,
+        )

@@ -1,0 +1,375 @@
+"""Who computes how many of its pending tokens this step, within the memory there is.
+
+There is no prefill and no decode phase. Sequences with one pending token come first; the others
+share what is left of the budget, short prompts ahead of long ones for at most half of it, so that a
+long prompt neither blocks a short one nor is starved.
+
+Bounds on preemption, whatever the policy says: the sequence that has been running longest is never
+taken back for memory, so it ends; one taken back starts again only when everything it had fits and
+room for the growth of the others is left, twice as much each time.
+"""
+
+from __future__ import annotations
+
+from headrace.engine.batch import BatchPlan, PlannedSequence
+from headrace.engine.kv_cache import KVCache
+from headrace.engine.sequence import Family, Sequence, Status
+from headrace.interfaces import SchedulingPolicy
+from headrace.step_time import StepTimeModel
+from headrace.types import EngineSettings, SchedulerView, TenantService
+
+RANK_INTERVAL_SECONDS = 0.05
+MAX_RANK_PREEMPTIONS = 3
+"""How often a sequence is taken back for one of higher priority; after that it keeps its place."""
+
+
+class Scheduler:
+    """Owns the queue, the slots and the growth of sequences. Never sees a tensor."""
+
+    def __init__(
+        self,
+        kv_cache: KVCache,
+        policy: SchedulingPolicy,
+        settings: EngineSettings,
+        step_time: StepTimeModel,
+        *,
+        max_score_rows: int,
+    ) -> None:
+        self.kv_cache = kv_cache
+        self.policy = policy
+        self.step_time = step_time
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        """In the order in which they started to run, the oldest first."""
+        self.num_pending = 0
+        self.preemptions_total = 0
+        self.tenants: dict[str, TenantService] = {}
+        self.num_slots = min(settings.max_num_sequences, settings.max_batched_tokens)
+        self._free_slots = list(range(self.num_slots - 1, -1, -1))
+        self._max_batched_tokens = settings.max_batched_tokens
+        self._max_score_rows = max_score_rows
+        self._is_rank_stale = False
+        self._ranked_at = 0.0
+        self._blocked: tuple[Sequence, int, int] | None = None
+        self._view = SchedulerView(
+            now=0.0,
+            token_budget=0,
+            decoding=0,
+            prefilling=0,
+            num_free_blocks=0,
+            num_blocks=kv_cache.pool.num_blocks,
+            tenants=self.tenants,
+            step_seconds=step_time.predict,
+        )
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences without a slot; further choices of a prompt being computed count."""
+        return len(self.waiting) + self.num_pending
+
+    @property
+    def num_free_slots(self) -> int:
+        return len(self._free_slots)
+
+    # --- coming and going -------------------------------------------------------
+
+    def add(self, family: Family) -> None:
+        leader = family.leader
+        self.num_pending += len(family.sequences) - 1
+        leader.view.num_cached_tokens = (
+            len(self.kv_cache.cached_blocks(leader)) * self.kv_cache.block_size
+        )
+        self._enqueue(leader)
+
+    def remove(self, sequence: Sequence, *, are_rows_valid: bool = True) -> None:
+        """Take a sequence out, whatever its stage, and free what it holds."""
+        if sequence.status is Status.PENDING:
+            self.num_pending -= 1
+        elif sequence.status is Status.WAITING:
+            self.waiting.remove(sequence)
+        elif sequence.status is Status.RUNNING:
+            self._stop(sequence, are_rows_valid=are_rows_valid)
+        sequence.status = Status.FINISHED
+
+    def place_fork(self, source: Sequence, target: Sequence) -> list[tuple[int, int]]:
+        """Start a further choice behind the prompt that `source` has just computed.
+
+        Returns the blocks to copy. Where no slot or block is free the choice waits its turn and
+        computes the prompt itself, mostly from the prefix cache.
+        """
+        self.num_pending -= 1
+        target.num_cached_tokens = source.num_cached_tokens
+        target.start_time = source.start_time
+        pairs = self.kv_cache.try_fork(source, target) if self._free_slots else None
+        if pairs is None:
+            self._enqueue(target)
+            return []
+        self._start(target)
+        return pairs
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        sequence.status = Status.WAITING
+        self.waiting.append(sequence)
+        self._is_rank_stale = True
+
+    def _start(self, sequence: Sequence) -> None:
+        sequence.status = Status.RUNNING
+        sequence.slot = self._free_slots.pop()
+        self.running.append(sequence)
+
+    def _stop(self, sequence: Sequence, *, are_rows_valid: bool = True) -> None:
+        self.running.remove(sequence)
+        self._free_slots.append(sequence.slot)
+        sequence.slot = -1
+        if are_rows_valid:
+            self.kv_cache.free(sequence)
+        else:
+            self.kv_cache.discard(sequence)
+
+    def _preempt(self, sequence: Sequence, plan: BatchPlan) -> None:
+        plan.drop(sequence)
+        self._stop(sequence)
+        sequence.num_preemptions += 1
+        self.preemptions_total += 1
+        self._enqueue(sequence)
+
+    # --- a step -----------------------------------------------------------------
+
+    def schedule(self, now: float) -> BatchPlan:
+        """Return what to run now. Empty only when nothing is waiting or running."""
+        plan = BatchPlan()
+        self._plan_decodes(plan)
+        if self.waiting:
+            self._admit(plan, now)
+        if len(self.running) > plan.num_decodes:
+            self._plan_prefills(plan, now)
+        return plan
+
+    def _plan_decodes(self, plan: BatchPlan) -> None:
+        for sequence in list(self.running):
+            if sequence.status is not Status.RUNNING or not _decodes(sequence):
+                continue
+            if self._try_make_room(sequence, 1, plan):
+                plan.entries.append(_planned(sequence, 1))
+                plan.num_decodes += 1
+
+    def _try_make_room(self, sequence: Sequence, num_tokens: int, plan: BatchPlan) -> bool:
+        """Find blocks for a sequence, taking others back; False: it was taken back itself."""
+        while not self.kv_cache.try_grow(sequence, num_tokens):
+            candidates = [other for other in self.running[1:] if other.block_ids]
+            victim = self._choose_victim(candidates)
+            self._preempt(victim, plan)
+            if victim is sequence:
+                return False
+        return True
+
+    def _choose_victim(self, candidates: list[Sequence]) -> Sequence:
+        assert candidates, (
+            "the pool holds any one sequence, so blocks are missing only among several"
+        )
+        if len(candidates) == 1:
+            return candidates[0]
+        views = [sequence.refresh_view() for sequence in candidates]
+        chosen = self.policy.choose_victim(views, self._refresh_view())
+        return next(sequence for sequence in candidates if sequence.view is chosen)
+
+    def _refresh_view(self) -> SchedulerView:
+        self._view.num_free_blocks = self.kv_cache.pool.num_free
+        self._view.prefilling = sum(not _decodes(sequence) for sequence in self.running)
+        self._view.decoding = len(self.running) - self._view.prefilling
+        return self._view
+
+    # --- from waiting to running ------------------------------------------------
+
+    def _admit(self, plan: BatchPlan, now: float) -> None:
+        """Give slots to waiting sequences in the policy's order, up to the first that does not fit."""
+        self._rank(now)
+        for sequence in list(self.waiting):
+            if not self._can_start(sequence) and not self._try_make_way(sequence, plan):
+                return
+            self.waiting.remove(sequence)
+            self._start(sequence)
+
+    def _rank(self, now: float) -> None:
+        self._view.now = now
+        is_due = now - self._ranked_at >= RANK_INTERVAL_SECONDS
+        if not self._is_rank_stale and not is_due:
+            return
+        self._is_rank_stale = False
+        self._ranked_at = now
+        if len(self.waiting) > 1:
+            views = [sequence.refresh_view() for sequence in self.waiting]
+            order = self.policy.rank_waiting(views, self._refresh_view())
+            by_view = {id(sequence.view): sequence for sequence in self.waiting}
+            self.waiting = [by_view[id(view)] for view in order]
+
+    def _can_start(self, sequence: Sequence) -> bool:
+        """Whether a slot is free, and blocks for all its tokens beside what the others still need."""
+        if not self._free_slots:
+            return False
+        if not self.running:
+            return True
+        state = (sequence, self.kv_cache.pool.num_free, len(self.running))
+        if self._blocked is not None and self._blocked == state:
+            return False
+        if self._missing_blocks(sequence) > 0:
+            self._blocked = state
+            return False
+        return True
+
+    def _missing_blocks(self, sequence: Sequence) -> int:
+        """Return how many free blocks too few there are for a sequence to start (0 or less: enough)."""
+        kv_cache = self.kv_cache
+        reserved = sum(
+            max(0, kv_cache.blocks_to_finish(other))
+            for other in self.running
+            if not _decodes(other)
+        )
+        growth = len(self.running) << min(sequence.num_preemptions, 24)
+        needed = kv_cache.blocks_to_start(sequence) + reserved + growth
+        return needed - kv_cache.pool.num_free
+
+    def _try_make_way(self, sequence: Sequence, plan: BatchPlan) -> bool:
+        """Take back sequences of lower priority for one that the policy ranks before them.
+
+        Both must say so: the request's `priority`, which never changes and so cannot make two
+        requests take turns at taking each other back, and the policy's own order over all of them.
+        """
+        priority = sequence.request.priority
+        lower = [
+            other
+            for other in self.running
+            if other.request.priority > priority and other.num_preemptions < MAX_RANK_PREEMPTIONS
+        ]
+        if not lower:
+            return False
+        views = [other.refresh_view() for other in lower]
+        order = self.policy.rank_waiting([*views, sequence.refresh_view()], self._refresh_view())
+        behind = [id(view) for view in order]
+        behind = behind[behind.index(id(sequence.view)) + 1 :]
+        candidates = [other for other in lower if id(other.view) in behind]
+        most = sum(len(other.block_ids) for other in candidates)
+        if not candidates or (
+            len(candidates) < len(self.running) and self._missing_blocks(sequence) > most
+        ):
+            return False
+        while candidates and not self._can_start(sequence):
+            victim = self._choose_victim(candidates)
+            candidates.remove(victim)
+            self._preempt(victim, plan)
+        return self._can_start(sequence)
+
+    # --- prompt chunks ----------------------------------------------------------
+
+    def _plan_prefills(self, plan: BatchPlan, now: float) -> None:
+        budget = self._prefill_budget(plan, now)
+        score_rows = self._max_score_rows
+        prefilling = [sequence for sequence in self.running if not _decodes(sequence)]
+        for sequence in _in_turn(prefilling, budget):
+            if budget <= 0:
+                break
+            if sequence.status is not Status.RUNNING:
+                continue
+            entry = self._try_plan_chunk(sequence, budget, score_rows, plan)
+            if entry is not None:
+                budget -= entry.num_tokens
+                score_rows -= entry.num_score_rows
+                plan.entries.append(entry)
+                if sequence.start_time is None:
+                    sequence.start_time = now
+
+    def _prefill_budget(self, plan: BatchPlan, now: float) -> int:
+        """Return the prompt tokens of this step: the policy's wish, within budget and TPOT targets.
+
+        With targets a block's worth is the least, and without decodes too, so that prompts progress.
+        """
+        view = self._refresh_view()
+        view.now = now
+        view.token_budget = self._max_batched_tokens - plan.num_decodes
+        least = min(self.kv_cache.block_size, view.token_budget)
+        wish = max(0, min(self.policy.prefill_budget(view), view.token_budget))
+        if plan.num_decodes == 0:
+            return max(wish, least)
+        decodes = [entry.sequence for entry in plan.entries]
+        targets = [t for s in decodes if (t := s.request.tpot_target_seconds) is not None]
+        if not targets or not self.step_time.is_fitted:
+            return wish
+        within = self.step_time.formula.prefill_tokens_within(
+            min(targets), len(decodes), sum(s.num_kv_rows() for s in decodes), view.token_budget
+        )
+        return min(wish, max(within, least))
+
+    def _try_plan_chunk(
+        self, sequence: Sequence, budget: int, score_rows: int, plan: BatchPlan
+    ) -> PlannedSequence | None:
+        """Plan as many pending tokens as budget and memory allow; None: not one."""
+        if not sequence.has_begun:
+            self.kv_cache.begin(sequence)
+        num_tokens = min(sequence.num_pending_tokens, budget)
+        num_tokens, num_score_rows = _bound_by_scoring(sequence, num_tokens, score_rows)
+        if sequence is self.running[0]:
+            if num_tokens <= 0 or not self._try_make_room(sequence, num_tokens, plan):
+                return None
+        else:
+            num_tokens = min(num_tokens, self.kv_cache.rows_available(sequence))
+            if num_tokens <= 0:
+                return None
+            num_tokens, num_score_rows = _bound_by_scoring(sequence, num_tokens, score_rows)
+            self.kv_cache.try_grow(sequence, num_tokens)
+        return _planned(sequence, num_tokens, num_score_rows)
+
+
+def _decodes(sequence: Sequence) -> bool:
+    return sequence.has_begun and sequence.num_pending_tokens == 1
+
+
+def _planned(sequence: Sequence, num_tokens: int, num_score_rows: int = 0) -> PlannedSequence:
+    drawing: list[Sequence] = []
+    if num_tokens == sequence.num_pending_tokens:
+        drawing.append(sequence)
+        family = sequence.family
+        if sequence is family.leader and len(family.sequences) > 1:
+            drawing.extend(family.pending())
+    return PlannedSequence(sequence, num_tokens, num_score_rows, drawing)
+
+
+def _bound_by_scoring(sequence: Sequence, num_tokens: int, score_rows: int) -> tuple[int, int]:
+    """Return the tokens and the score rows of a chunk that scores its prompt.
+
+    The row of token i scores prompt token i + 1. Rows of logits are large, so a step takes a bounded
+    number of them; tokens scored before a preemption are not scored again.
+    """
+    request = sequence.request
+    if request.sampling.prompt_logprobs is None:
+        return num_tokens, 0
+    last = len(request.prompt_token_ids) - 1
+    num_scored = sequence.family.num_scored
+    if num_scored > last:
+        return num_tokens, 0
+    if num_scored + score_rows <= last:
+        most = num_scored + score_rows - 1 - sequence.num_computed_tokens
+        num_tokens = min(num_tokens, most)
+    end = min(sequence.num_computed_tokens + num_tokens, last)
+    return num_tokens, max(0, end - num_scored + 1)
+
+
+def _in_turn(prefilling: list[Sequence], budget: int) -> list[Sequence]:
+    """Return who gets tokens first: short remainders for half the budget, long ones, other short ones."""
+    if len(prefilling) == 1:
+        return prefilling
+    first: list[Sequence] = []
+    long: list[Sequence] = []
+    later: list[Sequence] = []
+    room = budget // 2
+    for sequence in prefilling:
+        wanted = sequence.num_pending_tokens
+        if not sequence.has_begun:
+            wanted -= sequence.view.num_cached_tokens
+        if wanted > budget // 4:
+            long.append(sequence)
+        elif wanted <= room:
+            room -= wanted
+            first.append(sequence)
+        else:
+            later.append(sequence)
+    return [*first, *long, *later]
