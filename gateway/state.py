@@ -48,18 +48,13 @@ class RequestMetrics(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of the HTTP surface, apart from what the models themselves allow."""
+    """Bounds of the HTTP surface that are not worth a key in the YAML."""
 
-    max_body_bytes: int = 32 << 20
     max_json_depth: int = 64
     max_prompts: int = 128
     """Prompts in one completions call."""
     max_choices: int = 256
     """Prompts times n in one call."""
-    heartbeat_seconds: float = 10.0
-    """A comment line goes out when a stream has been silent this long."""
-    write_timeout_seconds: float = 30.0
-    """A client that takes nothing for this long is cut off and its request aborted."""
     retry_after_starting_seconds: float = 2.0
 
 

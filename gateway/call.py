@@ -1,0 +1,98 @@
+"""One generation call, parsed: everything from a body that is needed to run it and to answer.
+
+Each endpoint turns its own body into a Call; from there on chat and completions are the same thing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from headrace.errors import InvalidRequest
+from headrace.gateway.answer import AnswerFormat
+from headrace.gateway.openai_schema import GenerationBody
+from headrace.gateway.sampling import TokenRule, resolve_max_tokens
+from headrace.gateway.state import Limits
+from headrace.gateway.text_assets import ModelText
+from headrace.types import GenerationRequest, ModelCard, SamplingParams, check_token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks, and when: what a request carries besides its body."""
+
+    request_id: str
+    arrival_time: float
+    tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TargetModel:
+    """The model a call is for: its card and its text side."""
+
+    card: ModelCard
+    text: ModelText
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One valid call."""
+
+    card: ModelCard
+    requests: tuple[GenerationRequest, ...]
+    """One per prompt."""
+    format: AnswerFormat
+    stream: bool
+    include_usage: bool
+
+    @property
+    def num_choices(self) -> int:
+        """Choices per prompt."""
+        return self.requests[0].sampling.n
+
+
+def check_num_choices(num_prompts: int, num_choices: int, limits: Limits) -> None:
+    """Bound what one call may ask for at once."""
+    total = num_prompts * num_choices
+    if total > limits.max_choices:
+        raise InvalidRequest(
+            f"n: {num_prompts} prompts with {num_choices} choices each are {total}; one call may "
+            f"have at most {limits.max_choices}",
+            param="n",
+        )
+
+
+def build_requests(
+    body: GenerationBody,
+    caller: Caller,
+    card: ModelCard,
+    prompts: Sequence[list[int]],
+    sampling: SamplingParams,
+    rule: TokenRule,
+) -> tuple[GenerationRequest, ...]:
+    """Return one request per prompt; each gets an id of our own, whatever ids clients send."""
+    objective = body.slo
+    requests: list[GenerationRequest] = []
+    for index, token_ids in enumerate(prompts):
+        max_tokens = resolve_max_tokens(rule, num_prompt_tokens=len(token_ids), card=card)
+        request = GenerationRequest(
+            request_id=caller.request_id if len(prompts) == 1 else f"{caller.request_id}-{index}",
+            model=card.name,
+            prompt_token_ids=token_ids,
+            sampling=msgspec.structs.replace(sampling, max_tokens=max_tokens),
+            tenant=caller.tenant,
+            priority=body.priority or 0,
+            arrival_time=caller.arrival_time,
+            ttft_target_seconds=_seconds(objective and objective.ttft_ms),
+            tpot_target_seconds=_seconds(objective and objective.tpot_ms),
+            cache_salt=body.cache_salt or "",
+        )
+        check_token_ids(request, card.vocab_size)
+        requests.append(request)
+    return tuple(requests)
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000

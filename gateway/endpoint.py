@@ -1,0 +1,197 @@
+"""The path of one generation request, the same for chat and completions.
+
+Headers go out only once every prompt was accepted by an engine, so a refusal is still a true status;
+from then on a failure is an event. Whatever ends the request, leaving the exit stack aborts what still
+runs, the ticket is released and the facts are told, each exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import anyio
+import msgspec
+import structlog
+from starlette.types import Receive, Scope, Send
+
+from headrace.errors import EngineFailed, RemoteError, RequestAborted, RequestError
+from headrace.gateway.accounting import RequestRecord
+from headrace.gateway.admission import Ticket
+from headrace.gateway.answer import Answer
+from headrace.gateway.call import Call, Caller, TargetModel
+from headrace.gateway.dispatch import admission_view, find_target, open_stream, pass_gate
+from headrace.gateway.errors import JSONBytes, error_info, error_object, error_response
+from headrace.gateway.json_body import content_length, decode_body, read_body
+from headrace.gateway.middleware import request_ids
+from headrace.gateway.openai_schema import GenerationBody
+from headrace.gateway.readiness import check_any_ready
+from headrace.gateway.sse import DONE, SseWriter
+from headrace.gateway.state import GatewayState, Limits
+from headrace.gateway.tasks import first_error, until_disconnected
+from headrace.types import TicketView, TokenEvent
+
+_logger = structlog.get_logger("headrace.gateway")
+Body = TypeVar("Body", bound=GenerationBody)
+Events = AsyncIterator[list[TokenEvent]]
+TakeEvents = Callable[[int, list[TokenEvent]], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationEndpoint(Generic[Body]):
+    """An ASGI application for one path: a decoder, and what builds a call from the body."""
+
+    state: GatewayState
+    path: str
+    decoder: msgspec.json.Decoder[Body]
+    build: Callable[[Body, Caller, TargetModel, Limits], Call]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        state = self.state
+        record = RequestRecord(
+            state=state,
+            endpoint=self.path,
+            request_id=request_ids(scope).internal,
+            started_at=state.clock.now(),
+        )
+        started = False
+
+        async def tracked_send(message: Any) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        with state.admission.take() as ticket:
+            try:
+                await self._serve(record, ticket, scope, receive, tracked_send)
+            except Exception as error:
+                _note_failure(record, error)
+                if not started and not isinstance(error, RequestAborted):
+                    await error_response(error)(scope, receive, send)
+            except BaseException:
+                record.status, record.error_code = 499, RequestAborted.code
+                raise
+            finally:
+                record.finish()
+
+    async def _serve(
+        self, record: RequestRecord, ticket: Ticket, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        state = self.state
+        check_any_ready(state)
+        arrival = TicketView(stage="arrival", num_body_bytes=content_length(scope))
+        await pass_gate(state, ticket, arrival)
+        raw = await read_body(scope, receive, state.config.gateway.max_body_bytes)
+        await until_disconnected(receive, lambda: self._answer(record, ticket, raw, send))
+
+    async def _answer(self, record: RequestRecord, ticket: Ticket, raw: bytes, send: Send) -> None:
+        state = self.state
+        body = decode_body(raw, self.decoder)
+        target = await find_target(state, body.model)
+        caller = Caller(request_id=record.request_id, arrival_time=record.started_at)
+        call = await state.texts.run(lambda: self.build(body, caller, target, state.limits))
+        await pass_gate(state, ticket, admission_view(call, len(raw)))
+        lengths = [len(request.prompt_token_ids) for request in call.requests]
+        record.begin(call.card.name, lengths, call.num_choices)
+        answer = Answer(
+            call.format,
+            record,
+            num_choices=call.num_choices,
+            envelope={
+                "id": call.format.id_prefix + record.request_id,
+                "object": "",
+                "created": int(state.wall_clock()),
+                "model": call.card.name,
+                "system_fingerprint": f"fp_{call.card.revision[:12]}",
+            },
+            include_usage=call.include_usage,
+        )
+        async with AsyncExitStack() as stack:
+            streams = [await open_stream(state, request, stack) for request in call.requests]
+            if call.stream:
+                await self._stream(record, answer, streams, send)
+            else:
+                await self._whole(record, answer, streams, send)
+
+    async def _whole(
+        self, record: RequestRecord, answer: Answer, streams: Sequence[Events], send: Send
+    ) -> None:
+        async def take(prompt_index: int, events: list[TokenEvent]) -> None:
+            _take(record, prompt_index, events)
+            answer.collect(prompt_index, events)
+
+        await _consume(streams, take)
+        await JSONBytes(answer.whole())({"type": "http"}, _no_receive, send)
+
+    async def _stream(
+        self, record: RequestRecord, answer: Answer, streams: Sequence[Events], send: Send
+    ) -> None:
+        config = self.state.config.gateway
+        writer = SseWriter(
+            send,
+            keepalive_interval=config.keepalive_interval,
+            stall_timeout=config.stall_timeout,
+        )
+
+        async def take(prompt_index: int, events: list[TokenEvent]) -> None:
+            _take(record, prompt_index, events)
+            await writer.send(answer.chunks(prompt_index, events))
+
+        await writer.start()
+        try:
+            async with anyio.create_task_group() as group:
+                group.start_soon(writer.keep_alive)
+                await _consume(streams, take)
+                group.cancel_scope.cancel()
+        except BaseExceptionGroup as errors:
+            error = first_error(errors)
+            if isinstance(error, RequestAborted) or not isinstance(error, Exception):
+                raise error from None
+            _note_failure(record, error)
+            await writer.send([msgspec.json.encode(error_object(error_info(error)))])
+            await writer.end()
+            return
+        await writer.send([*answer.last_chunks(), DONE])
+        await writer.end()
+
+
+async def _consume(streams: Sequence[Events], take: TakeEvents) -> None:
+    """Hand the news of all streams to `take`; while it waits, engines merge what comes next."""
+    if len(streams) == 1:
+        await _consume_one(0, streams[0], take)
+        return
+    try:
+        async with anyio.create_task_group() as group:
+            for index, stream in enumerate(streams):
+                group.start_soon(_consume_one, index, stream, take)
+    except BaseExceptionGroup as errors:
+        raise first_error(errors) from None
+
+
+async def _consume_one(index: int, stream: Events, take: TakeEvents) -> None:
+    async for events in stream:
+        await take(index, events)
+
+
+def _take(record: RequestRecord, prompt_index: int, events: Sequence[TokenEvent]) -> None:
+    """Note the news; raise where a choice did not end well, because then the call has failed."""
+    for event in events:
+        record.take(prompt_index, event)
+    for event in events:
+        if event.error is not None:
+            raise RemoteError(event.error)
+        if event.finish_reason in ("error", "abort"):
+            raise EngineFailed(f"the engine ended the request early ({event.finish_reason})")
+
+
+def _note_failure(record: RequestRecord, error: Exception) -> None:
+    info = error_info(error)
+    record.status, record.error_code = info.http_status, info.code
+    if not isinstance(error, RequestError):
+        _logger.error("request failed", request_id=record.request_id, exc_info=error)
+
+
+async def _no_receive() -> Any:
+    raise AssertionError("the body was read already")

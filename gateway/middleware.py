@@ -1,0 +1,87 @@
+"""Pure ASGI middleware: request ids in and out, and no exception that reaches the server.
+
+A client's X-Request-Id is only echoed and logged. The id that names a request inside is always our own,
+because proxies retry with the same header while the first try still runs.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from dataclasses import dataclass
+
+import structlog
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from headrace.gateway.errors import error_response
+
+_logger = structlog.get_logger("headrace.gateway")
+_ECHOED = re.compile(rb"[\x21-\x7e]{1,128}")
+
+
+@dataclass(frozen=True, slots=True)
+class RequestIds:
+    """Our own id, and the one the response carries."""
+
+    internal: str
+    echoed: bytes
+
+
+def request_ids(scope: Scope) -> RequestIds:
+    """Return the ids of a request that came through RequestIdMiddleware."""
+    ids = scope["headrace.ids"]
+    assert isinstance(ids, RequestIds)
+    return ids
+
+
+class RequestIdMiddleware:
+    """Gives every request an id, binds it to the log context and sends it back as X-Request-Id."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        internal = uuid.uuid4().hex
+        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+        ids = RequestIds(internal, given if _ECHOED.fullmatch(given) else internal.encode())
+        scope["headrace.ids"] = ids
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = [*message.get("headers", ()), (b"x-request-id", ids.echoed)]
+                message = {**message, "headers": headers}
+            await send(message)
+
+        bound = {"request_id": internal}
+        if ids.echoed != internal.encode():
+            bound["client_request_id"] = ids.echoed.decode("ascii")
+        with structlog.contextvars.bound_contextvars(**bound):
+            await self.app(scope, receive, send_with_id)
+
+
+class ErrorMiddleware:
+    """Turns whatever an endpoint raises into an error object; the last line against a torn response."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def tracked_send(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, tracked_send)
+        except Exception as error:
+            info_error = error_response(error)
+            if info_error.status_code == 500:
+                _logger.error("request failed", path=scope.get("path"), exc_info=error)
+            if scope["type"] != "http" or started:
+                raise
+            await info_error(scope, receive, send)

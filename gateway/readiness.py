@@ -1,0 +1,89 @@
+"""Who is ready: what /ready says, and the 503 of everything under /v1 until then.
+
+A model is ready while one of its replicas is; the server is ready when every model is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from headrace.gateway.errors import NotReady
+from headrace.gateway.state import GatewayState
+from headrace.types import ModelCard
+
+if TYPE_CHECKING:
+    from headrace.gateway.replica import Replica
+    from headrace.gateway.router import ModelGroup
+
+
+def ready_card(group: ModelGroup) -> ModelCard | None:
+    """Return the card of a replica that can serve now."""
+    for replica in group.replicas:
+        if replica.client.state == "ready" and replica.client.card is not None:
+            return replica.client.card
+    return None
+
+
+def groups(state: GatewayState) -> list[ModelGroup]:
+    return [state.router.resolve(name) for name in state.router.models()]
+
+
+def check_any_ready(state: GatewayState) -> None:
+    """Raise NotReady where no model can be served at all."""
+    all_groups = groups(state)
+    if not any(ready_card(group) for group in all_groups):
+        raise not_ready(all_groups, state)
+
+
+def require_card(group: ModelGroup, state: GatewayState) -> ModelCard:
+    """Return the card of a model that is ready, or raise NotReady."""
+    card = ready_card(group)
+    if card is None:
+        raise not_ready([group], state)
+    return card
+
+
+def not_ready(waiting: Sequence[ModelGroup], state: GatewayState) -> NotReady:
+    """Return the 503 that says how far the start of the slowest of these models is."""
+    reports = [(group.name, group_status(group)) for group in waiting if not ready_card(group)]
+    name, status = min(reports, key=lambda report: float(report[1]["progress"]))
+    message = f"model '{name}' is not ready: {status['state']}, {describe(status)}"
+    return NotReady(
+        message,
+        retry_after_seconds=state.limits.retry_after_starting_seconds,
+        extra={"model": name, **status},
+    )
+
+
+def describe(status: dict[str, Any]) -> str:
+    """Return a status in words."""
+    if status.get("reason"):
+        return str(status["reason"])
+    return f"{status['stage']} {round(100 * status['progress'])} %"
+
+
+def group_status(group: ModelGroup) -> dict[str, Any]:
+    """Return {state, stage, progress[, reason]} of the replica that is furthest."""
+    return max(map(replica_status, group.replicas), key=_furthest)
+
+
+def _furthest(status: dict[str, Any]) -> tuple[int, float]:
+    order = ("stopped", "failed", "starting", "ready")
+    return order.index(status["state"]), float(status["progress"])
+
+
+def replica_status(replica: Replica) -> dict[str, Any]:
+    """Return {state, stage, progress[, reason]} of one replica."""
+    client = replica.client
+    if client.state == "ready":
+        return {"state": "ready", "stage": "ready", "progress": 1.0}
+    progress = client.progress
+    status: dict[str, Any] = {
+        "state": client.state,
+        "stage": progress.stage,
+        "progress": round(progress.fraction, 4),
+    }
+    if client.failure:
+        status["reason"] = client.failure
+    return status

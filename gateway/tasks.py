@@ -1,0 +1,42 @@
+"""Runs work beside a watch on the client, so that a client that leaves ends the work at once."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import anyio
+from starlette.types import Receive
+
+from headrace.errors import RequestAborted
+
+
+async def until_disconnected(receive: Receive, work: Callable[[], Awaitable[None]]) -> None:
+    """Run `work`; where the client leaves first, cancel it and raise RequestAborted.
+
+    `receive` must have given the whole body already: what comes next is the disconnect.
+    """
+    finished = False
+
+    async def watch(scope: anyio.CancelScope) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        scope.cancel()
+
+    try:
+        async with anyio.create_task_group() as group:
+            group.start_soon(watch, group.cancel_scope)
+            await work()
+            finished = True
+            group.cancel_scope.cancel()
+    except BaseExceptionGroup as errors:
+        raise first_error(errors) from None
+    if not finished:
+        raise RequestAborted("the client closed the connection")
+
+
+def first_error(errors: BaseExceptionGroup) -> BaseException:
+    """Return the first plain exception in a group: a request fails for one reason."""
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
