@@ -7,12 +7,11 @@ error and leaves the waiting ones; several such steps in a row mean that the dev
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence as Collection
 
 import structlog
 
 from headrace.engine.batch import BatchBuilder, BatchPlan
-from headrace.engine.intake import Intake
+from headrace.engine.intake import Intake, ServedModel
 from headrace.engine.kv_cache import KVCache
 from headrace.engine.outcome import Outcome
 from headrace.engine.scheduler import Scheduler
@@ -20,7 +19,6 @@ from headrace.engine.sequence import Family, Sequence, Status
 from headrace.errors import EngineFailed, InvalidRequest, Unavailable
 from headrace.interfaces import Clock, Runner, SchedulingPolicy
 from headrace.step_time import StepTimeModel
-from headrace.text.tokenizer import Tokenizer
 from headrace.types import (
     EngineSettings,
     EngineStats,
@@ -43,17 +41,13 @@ class Engine:
         self,
         runner: Runner,
         *,
+        model: ServedModel,
         settings: EngineSettings,
         num_blocks: int,
         policy: SchedulingPolicy,
         clock: Clock,
-        tokenizer: Tokenizer,
-        model_name: str,
-        revision: str,
-        eos_token_ids: Collection[int],
-        vocab_size: int,
     ) -> None:
-        self.model_name = model_name
+        self.model = model
         self.max_model_len = min(settings.max_model_len, num_blocks * settings.block_size)
         self.step_time = StepTimeModel()
         self._log = structlog.get_logger("headrace.engine")
@@ -71,9 +65,7 @@ class Engine:
         self._max_queued_requests = settings.max_queued_requests
         self._families: dict[str, Family] = {}
         self._intake = Intake(
-            tokenizer=tokenizer,
-            eos_token_ids=tuple(eos_token_ids),
-            vocab_size=vocab_size,
+            model,
             max_model_len=self.max_model_len,
             block_size=settings.block_size,
             num_blocks=num_blocks,
@@ -81,7 +73,7 @@ class Engine:
         self._kv_cache = KVCache(
             num_blocks,
             settings.block_size,
-            model_revision=revision,
+            model_revision=model.revision,
             prefix_caching=settings.prefix_caching,
         )
         self._scheduler = Scheduler(
@@ -89,7 +81,7 @@ class Engine:
             policy,
             settings,
             self.step_time,
-            max_score_rows=max(16, SCORE_ROW_BYTES // (4 * vocab_size)),
+            max_score_rows=max(16, SCORE_ROW_BYTES // (4 * model.vocab_size)),
         )
         self._batches = BatchBuilder(
             num_slots=self._scheduler.num_slots,
@@ -97,7 +89,7 @@ class Engine:
             block_size=settings.block_size,
             max_model_len=self.max_model_len,
         )
-        self._outcome = Outcome(self._scheduler, tokenizer, self._forget)
+        self._outcome = Outcome(self._scheduler, model.tokenizer, self._forget)
         self._is_closed = False
         self._failed_steps = 0
         self._steps_total = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from headrace.engine.output import SequenceOutput
 from headrace.engine.sampling_rows import SequenceSampling
 from headrace.engine.sequence import Family, Sequence, Status, choice_seed
@@ -10,29 +12,32 @@ from headrace.text.tokenizer import Tokenizer
 from headrace.types import GenerationRequest, RequestView, check_token_ids
 
 
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What the engine itself has to know of the model that its runner runs."""
+
+    name: str
+    revision: str
+    """Digest of the checkpoint: part of every prefix-cache key."""
+    tokenizer: Tokenizer
+    eos_token_ids: tuple[int, ...]
+    vocab_size: int
+
+
 class Intake:
     """Checks requests against this engine's model and pool, and builds their sequences."""
 
     def __init__(
-        self,
-        *,
-        tokenizer: Tokenizer,
-        eos_token_ids: tuple[int, ...],
-        vocab_size: int,
-        max_model_len: int,
-        block_size: int,
-        num_blocks: int,
+        self, model: ServedModel, *, max_model_len: int, block_size: int, num_blocks: int
     ) -> None:
-        self._tokenizer = tokenizer
-        self._eos_token_ids = eos_token_ids
-        self._vocab_size = vocab_size
+        self._model = model
         self._max_model_len = max_model_len
         self._block_size = block_size
         self._num_blocks = num_blocks
 
     def check(self, request: GenerationRequest) -> None:
         """Raise InvalidRequest where the request can never be served here, with the arithmetic."""
-        check_token_ids(request, self._vocab_size)
+        check_token_ids(request, self._model.vocab_size)
         sampling = request.sampling
         if sampling.grammar is not None:
             raise InvalidRequest("grammar is not supported by this engine", param="grammar")
@@ -77,11 +82,11 @@ class Intake:
             seed=choice_seed(sampling.seed, index),
             max_tokens=max_tokens,
             output=SequenceOutput(
-                self._tokenizer,
+                self._model.tokenizer,
                 request_id=request.request_id,
                 index=index,
                 sampling=sampling,
-                eos_token_ids=self._eos_token_ids,
+                eos_token_ids=self._model.eos_token_ids,
                 max_tokens=max_tokens,
             ),
             token_ids=list(prompt) if index == 0 else [],
@@ -95,6 +100,6 @@ class Intake:
                 tpot_target_seconds=request.tpot_target_seconds,
                 num_prompt_tokens=len(prompt),
             ),
-            sampling=SequenceSampling(sampling, prompt, self._eos_token_ids),
+            sampling=SequenceSampling(sampling, prompt, self._model.eos_token_ids),
             status=Status.WAITING if index == 0 else Status.PENDING,
         )

@@ -23,6 +23,7 @@ from headrace.interfaces import Backend, Clock, LoadedModel, QuantizationPolicy,
 from headrace.plugins.manager import create_plugin_manager
 from headrace.plugins.options import build_options
 from headrace.plugins.registry import Registries
+from headrace.policy_guard import SchedulingGuard
 from headrace.types import EngineSettings, ModelCard
 from headrace.types.units import format_size
 
@@ -54,6 +55,8 @@ def build_engine(
     """
     from headrace.clock import SystemClock
     from headrace.engine.engine import Engine
+    from headrace.engine.intake import ServedModel
+    from headrace.policies.scheduling.fcfs import FirstComeFirstServed
     from headrace.text.tokenizer import Tokenizer
 
     config = replica if isinstance(replica, ReplicaConfig) else ReplicaConfig.from_dict(replica)
@@ -77,15 +80,17 @@ def build_engine(
     )
     engine = Engine(
         runner,
+        model=ServedModel(
+            name=config.model.name,
+            revision=model.revision,
+            tokenizer=tokenizer,
+            eos_token_ids=model.text.eos_token_ids,
+            vocab_size=model.architecture.vocab_size,
+        ),
         settings=settings,
         num_blocks=num_blocks,
-        policy=policy,
+        policy=SchedulingGuard(policy, FirstComeFirstServed()),
         clock=clock,
-        tokenizer=tokenizer,
-        model_name=config.model.name,
-        revision=model.revision,
-        eos_token_ids=model.text.eos_token_ids,
-        vocab_size=model.architecture.vocab_size,
     )
     card = make_card(config, model, settings, runner, num_blocks)
     return BuiltEngine(engine=engine, card=card)

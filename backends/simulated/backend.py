@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from headrace.interfaces import Availability, Clock, Group, LoadedModel
+from headrace.interfaces import Availability, Clock, Group, LoadedModel, QuantizationPolicy
 from headrace.step_time import StepTimeFormula
 from headrace.types import EngineSettings
 
@@ -43,23 +44,28 @@ class SimulatedBackend:
         return cls(options if options is not None else cls.Options(), clock)
 
     def create_runner(
-        self, model: LoadedModel, group: Group, settings: EngineSettings
+        self,
+        model: LoadedModel,
+        group: Group,
+        settings: EngineSettings,
+        *,
+        quantization: QuantizationPolicy | None = None,
+        report: Callable[[str, float], None] = lambda stage, fraction: None,
     ) -> SimulatedRunner:
-        from headrace.backends.simulated.runner import SimulatedRunner
+        """Read no weights, so `quantization` changes nothing here."""
+        from headrace.backends.simulated.runner import SimulatedDevice, SimulatedRunner
 
         options = self._options
+        step_time = StepTimeFormula(
+            options.base_seconds,
+            options.seconds_per_prefill_token,
+            options.seconds_per_sequence,
+            options.seconds_per_kv_row,
+        )
         return SimulatedRunner(
             groups=model.architecture.kv_groups(),
             vocab_size=model.architecture.vocab_size,
-            block_size=settings.block_size,
+            settings=settings,
             clock=self._clock,
-            step_time=StepTimeFormula(
-                options.base_seconds,
-                options.seconds_per_prefill_token,
-                options.seconds_per_sequence,
-                options.seconds_per_kv_row,
-            ),
-            weight_bytes=options.weight_bytes,
-            memory_bytes=options.memory_bytes,
-            kv_dtype=settings.kv_dtype,
+            device=SimulatedDevice(step_time, options.weight_bytes, options.memory_bytes),
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from headrace.interfaces import Clock
 from headrace.step_time import StepTimeFormula
 from headrace.types import (
+    EngineSettings,
     ForwardBatch,
     KVGroupSpec,
     MemoryReport,
@@ -27,6 +29,15 @@ from headrace.types import (
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1}
 
 
+@dataclass(frozen=True, slots=True)
+class SimulatedDevice:
+    """What a step costs on the pretended device, and how much memory it has."""
+
+    step_time: StepTimeFormula
+    weight_bytes: int = 0
+    memory_bytes: int = 1 << 40
+
+
 class SimulatedRunner:
     """What the engine drives where only time and memory matter."""
 
@@ -35,21 +46,16 @@ class SimulatedRunner:
         *,
         groups: Sequence[KVGroupSpec],
         vocab_size: int,
-        block_size: int,
+        settings: EngineSettings,
         clock: Clock,
-        step_time: StepTimeFormula,
-        weight_bytes: int = 0,
-        memory_bytes: int = 1 << 40,
-        kv_dtype: str = "bfloat16",
+        device: SimulatedDevice,
     ) -> None:
         self.vocab_size = vocab_size
-        self.block_size = block_size
+        self.block_size = settings.block_size
         self._groups = tuple(groups)
         self._clock = clock
-        self._step_time = step_time
-        self._weight_bytes = weight_bytes
-        self._memory_bytes = memory_bytes
-        self._kv_dtype_bytes = _DTYPE_BYTES[kv_dtype]
+        self._device = device
+        self._kv_dtype_bytes = _DTYPE_BYTES[settings.kv_dtype]
         self._num_blocks = 0
         self._is_closed = False
 
@@ -64,10 +70,10 @@ class SimulatedRunner:
         per_block = per_row * self.block_size
         pool = per_block * self._num_blocks
         return MemoryReport(
-            weight_bytes=self._weight_bytes,
+            weight_bytes=self._device.weight_bytes,
             kv_bytes_per_block=per_block,
             kv_pool_bytes=pool,
-            available_bytes=max(0, self._memory_bytes - self._weight_bytes - pool),
+            available_bytes=max(0, self._device.memory_bytes - self._device.weight_bytes - pool),
         )
 
     def allocate(self, num_blocks: int) -> None:
@@ -97,7 +103,7 @@ class SimulatedRunner:
     def wait(self, batch: ForwardBatch) -> None:
         """Let the time pass that the step takes."""
         counts = np.diff(batch.query_starts)
-        seconds = self._step_time.seconds(
+        seconds = self._device.step_time.seconds(
             int(counts[counts > 1].sum()), len(counts), int(batch.kv_lens[0].sum())
         )
         advance = getattr(self._clock, "advance", None)

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from headrace.backends.simulated.runner import SimulatedDevice
 from headrace.engine.engine import Engine
+from headrace.engine.intake import ServedModel
 from headrace.interfaces import SchedulingPolicy
 from headrace.policies.scheduling.fcfs import FirstComeFirstServed
 from headrace.step_time import StepTimeFormula
@@ -115,22 +117,18 @@ def make_driver(tiny_tokenizer: Tokenizer) -> Iterator[MakeDriver]:
         runner = ShadowRunner(
             groups=GROUPS,
             vocab_size=tiny_tokenizer.vocab_size,
-            block_size=engine_settings.block_size,
+            settings=engine_settings,
             clock=clock,
-            step_time=STEP_TIME,
+            device=SimulatedDevice(STEP_TIME),
         )
         runner.allocate(num_blocks)
         engine = Engine(
             runner,
+            model=ServedModel("m", "r1", tiny_tokenizer, (EOS,), tiny_tokenizer.vocab_size),
             settings=engine_settings,
             num_blocks=num_blocks,
             policy=policy or FirstComeFirstServed(),
             clock=clock,
-            tokenizer=tiny_tokenizer,
-            model_name="m",
-            revision="r1",
-            eos_token_ids=(EOS,),
-            vocab_size=tiny_tokenizer.vocab_size,
         )
         drivers.append(Driver(engine, runner, clock))
         return drivers[-1]
