@@ -101,7 +101,8 @@ class Tokenizer:
 
     def _encode(self, text: str) -> list[int]:
         _check_text(text)
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        # encode() keeps the GIL for as long as it runs, which stalls an event loop beside it
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def _with_bos(self, ids: list[int], add_bos: bool | None) -> list[int]:
         wanted = self.add_bos_token if add_bos is None else add_bos
