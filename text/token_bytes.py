@@ -30,13 +30,15 @@ class ByteRule:
 
     def bytes_of(self, token: str, added: bool) -> bytes:
         """Return the bytes of a vocabulary entry; `added` tokens stand for their own text."""
+        if self.byte_level and added:
+            return token.encode()
+        for pattern, content in self.replacements:
+            token = token.replace(pattern, content)
         if self.byte_level:
-            data = None if added else to_bytes(token)
+            data = to_bytes(token)
             return token.encode() if data is None else data
         if self.byte_fallback and (match := _BYTE_TOKEN.fullmatch(token)):
             return bytes([int(match[1], 16)])
-        for pattern, content in self.replacements:
-            token = token.replace(pattern, content)
         return token.encode()
 
 
@@ -46,8 +48,6 @@ def byte_rule(decoder: Mapping[str, Any] | None) -> ByteRule:
         raise ModelError(f"tokenizer.json has no decoder; supported are {_KNOWN}")
     steps = _flatten(decoder)
     kinds = {str(step.get("type")) for step in steps}
-    if "ByteLevel" in kinds:
-        return ByteRule(byte_level=True)
     replacements: list[tuple[str, str]] = []
     strip_prefix = ""
     for step in steps:
@@ -59,9 +59,10 @@ def byte_rule(decoder: Mapping[str, Any] | None) -> ByteRule:
             strip_prefix = " " if _prepends_space(step) else strip_prefix
         elif kind == "Strip":
             strip_prefix = str(step.get("content", " ")) * int(step.get("start", 0))
-        elif kind not in ("ByteFallback", "Fuse"):
+        elif kind not in ("ByteFallback", "ByteLevel", "Fuse"):
             raise ModelError(f"tokenizer.json: decoder {kind!r} is not supported; known: {_KNOWN}")
     return ByteRule(
+        byte_level="ByteLevel" in kinds,
         replacements=tuple(replacements),
         byte_fallback="ByteFallback" in kinds,
         strip_prefix=strip_prefix,

@@ -43,6 +43,12 @@ def tiny_tokenizer_json() -> str:
     return tokenizer_json(vocabulary, merges, SPECIAL_TOKENS)
 
 
+def byte_tokenizer_json() -> str:
+    """Return a byte-level tokenizer.json without merges: ids 0 to 255 are bytes, then SPECIAL_TOKENS."""
+    vocabulary = {character: byte for byte, character in enumerate(BYTE_CHARACTERS)}
+    return tokenizer_json(vocabulary, (), SPECIAL_TOKENS)
+
+
 def tiny_special_tokens() -> dict[str, str]:
     """Return the named special tokens of tiny_tokenizer_json."""
     return {"bos_token": "<|begin|>", "eos_token": "<|im_end|>", "pad_token": "<|pad|>"}
