@@ -17,6 +17,9 @@ import subprocess
 import tempfile
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
 
 from headrace.engine.ipc import encode_frame, read_frame
 from headrace.errors import EngineFailed
@@ -38,6 +41,19 @@ def describe_exit(code: int) -> str:
     except ValueError:
         name = "unknown"
     return f"was killed by signal {-code} ({name})"
+
+
+def relay_line(log: Any, line: str) -> None:
+    """Say in our log what an engine process printed: its own events as such, anything else as a warning."""
+    try:
+        fields = msgspec.json.decode(line, type=dict[str, Any])
+        event, level = str(fields.pop("event")), str(fields.pop("level"))
+    except (msgspec.MsgspecError, KeyError):
+        log.warning(line)
+        return
+    fields.pop("timestamp", None)
+    say = {"debug": log.debug, "info": log.info, "warning": log.warning}.get(level, log.error)
+    say(event, **fields)
 
 
 class ChildProcess:

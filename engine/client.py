@@ -15,7 +15,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from headrace.engine.child import ChildProcess, describe_exit
+from headrace.engine.child import ChildProcess, describe_exit, relay_line
 from headrace.engine.loop import EngineLoop, SteppedEngine
 from headrace.engine.outbox import Outbox
 from headrace.engine.streams import ClientState, EventStream, StreamingClient
@@ -69,6 +69,11 @@ class EngineClient(Protocol):
     @property
     def failure(self) -> str | None:
         """Why it is not ready, where something went wrong."""
+        ...
+
+    @property
+    def restarts_total(self) -> int:
+        """How often the engine died and was started again."""
         ...
 
     async def start(self) -> None:
@@ -287,6 +292,7 @@ class ProcessEngine(StreamingClient):
                 return
             self._log.error("engine died; starting it again", reason=life.reason, delay=delay)
             await asyncio.sleep(delay)
+            self._restarts_total += 1
             delay = min(delay * 2, self._restarts.max_delay_seconds)
 
     async def _live(self) -> _Life:
@@ -336,4 +342,4 @@ class ProcessEngine(StreamingClient):
         return _Life(reason, ready_seconds=ready_seconds)
 
     def _print(self, line: str) -> None:
-        self._log.info(line)
+        relay_line(self._log, line)

@@ -153,13 +153,16 @@ class EngineLoop:
         self._emit(StepEvents(events, stats, seconds))
 
     def _fail_live_requests(self, error: Exception) -> None:
-        """End every request after a step that raised, then go on; two such steps in a row are the end."""
+        """End every request after a step that raised, then go on; two such steps in a row are the end.
+
+        An engine that can fail a step's own requests does so and raises EngineFailed only when lost.
+        """
         self._log.error("engine step failed", requests=len(self._live), exc_info=error)
         info = _broken(error).info()
         live, self._live = self._live, {}
         events = [_error_event(name, choice, info) for name in live for choice in live[name]]
         self._report(events)
-        if self._last_step_failed:
+        if self._last_step_failed or isinstance(error, EngineFailed):
             raise error
         self._last_step_failed = True
         for request_id in live:

@@ -177,6 +177,7 @@ class StreamingClient:
         self._progress = Progress("start", 0.0)
         self._card: ModelCard | None = None
         self._failure: str | None = None
+        self._restarts_total = 0
         self._streams = StreamMultiplexer()
         self._settled = asyncio.Event()
         self._log = structlog.get_logger("headrace.engine").bind(replica=client_id)
@@ -204,6 +205,10 @@ class StreamingClient:
     @property
     def failure(self) -> str | None:
         return self._failure
+
+    @property
+    def restarts_total(self) -> int:
+        return self._restarts_total
 
     @contextlib.asynccontextmanager
     async def stream(self, request: GenerationRequest) -> AsyncIterator[EventStream]:

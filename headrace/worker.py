@@ -25,6 +25,7 @@ from headrace.engine.ipc import FrameSocket
 from headrace.engine.loop import EngineLoop, SteppedEngine
 from headrace.engine.outbox import Outbox
 from headrace.errors import EngineFailed, HeadraceError
+from headrace.logs import configure_logging
 from headrace.types import Failed, Progress, Ready, StartEngine, Stop
 
 _STOP_SECONDS = 0.8
@@ -59,6 +60,10 @@ class Worker:
             start = self._frames.receive()
             if not isinstance(start, StartEngine):
                 return 1
+            logging = start.config.get("logging", {})
+            configure_logging(
+                "json", logging.get("level", "info")
+            )  # the parent reads and relays it
             writer.start()
             threading.Thread(target=self._read, name="reader", daemon=True).start()
             built = self._build(start.config, report=self._report)

@@ -1,7 +1,7 @@
 """An engine without a model: each step gives every running request the next number as its token.
 
-For tests of whatever stands around an engine (loop, clients, router, gateway): its output is known beforehand and
-its failures happen when asked for.
+For tests of whatever stands around an engine (loop, clients, router, gateway): its output is known
+beforehand and its failures happen when asked for.
 """
 
 from __future__ import annotations

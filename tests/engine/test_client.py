@@ -65,7 +65,7 @@ def run(main: Coroutine[Any, Any, None]) -> None:
 
 async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(10):
-        while not condition():
+        while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.002)
 
 

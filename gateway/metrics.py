@@ -1,0 +1,209 @@
+"""What Prometheus is told: counts and times of requests as they end, and every engine's numbers when asked.
+
+Labels name models, endpoints, replicas, states and reasons of our own making; nothing that a caller
+sends becomes one. Times are one sample per request, whatever its n, its prompts or its preemptions: TTFT
+is the first token of any choice, and a request that never had a token gives none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
+from prometheus_client.registry import Collector
+
+from headrace.gateway.replica import Replica
+from headrace.gateway.router import Router
+from headrace.types import EngineStats, RequestSummary, RequestTimings
+
+_STATES = ("starting", "ready", "failed", "stopped")
+_LATENCY_BUCKETS = (
+    0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 20, 40, 80, 160,
+)  # fmt: skip
+_TOKEN_BUCKETS = (
+    0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2,
+    0.3, 0.5, 1, 2.5, 5,
+)  # fmt: skip
+
+_GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
+    ("requests_running", "Sequences in the batch", lambda stats: stats.num_running),
+    ("requests_waiting", "Requests queued in the engine", lambda stats: stats.num_waiting),
+    ("kv_blocks", "KV blocks of the pool", lambda stats: stats.num_blocks),
+    ("kv_blocks_free", "KV blocks that can be taken", lambda stats: stats.num_free_blocks),
+    ("kv_usage_ratio", "Share of the KV pool in use, 0 to 1", lambda stats: _kv_usage(stats)),
+)
+_COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
+    ("preemptions", "Sequences preempted", lambda stats: stats.preemptions_total),
+    (
+        "prefix_query_tokens",
+        "Prompt tokens looked up in the prefix cache, once per request",
+        lambda stats: stats.prefix_query_tokens_total,
+    ),
+    (
+        "prefix_hit_tokens",
+        "Prompt tokens found there; recomputation after a preemption counts nothing",
+        lambda stats: stats.prefix_hit_tokens_total,
+    ),
+    ("prompt_tokens", "Prompt tokens of requests", lambda stats: stats.prompt_tokens_total),
+    ("generation_tokens", "Tokens generated", lambda stats: stats.generation_tokens_total),
+)
+
+
+def _kv_usage(stats: EngineStats) -> float:
+    return 1 - stats.num_free_blocks / stats.num_blocks if stats.num_blocks else 0.0
+
+
+class GatewayMetrics:
+    """The metrics of one gateway, in a registry of their own."""
+
+    def __init__(self, router: Router) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_EngineCollector(router))
+        self._active_counts: dict[tuple[str, str], int] = {}
+        self._requests = self._counter(
+            "requests", "Requests that ended, refused ones too", ("model", "endpoint", "status")
+        )
+        self._choices = self._counter(
+            "choices", "Choices that ended, by how", ("model", "finish_reason")
+        )
+        self._aborts = self._counter(
+            "request_aborts", "Requests whose caller left", ("model", "endpoint")
+        )
+        self._failures = self._counter(
+            "request_failures", "Requests that the server failed", ("model", "endpoint")
+        )
+        self._active = Gauge(
+            "headrace_requests_active",
+            "Requests being served",
+            ("model", "endpoint"),
+            registry=self._registry,
+        )
+        self._ttft = self._histogram("time_to_first_token", "Arrival to first token")
+        self._tpot = self._histogram(
+            "time_per_output_token", "Mean time per token after the first", _TOKEN_BUCKETS
+        )
+        self._inter_token = self._histogram(
+            "inter_token", "Between two pieces of news of one choice", _TOKEN_BUCKETS
+        )
+        self._queue = self._histogram("queue", "Waiting in the engine before the first step")
+        self._prefill = self._histogram("prefill", "First step to first token")
+        self._decode = self._histogram("decode", "First token to last")
+        self._duration = self._histogram("request", "Arrival to the end of the answer")
+
+    def request_started(self, model: str, endpoint: str) -> None:
+        """A request for a known model passed validation and goes to a replica."""
+        key = (model, endpoint)
+        self._active_counts[key] = self._active_counts.get(key, 0) + 1
+        self._active.labels(*key).set(self._active_counts[key])
+
+    def inter_token(self, model: str, seconds: float) -> None:
+        """Seconds between two pieces of news of the same choice."""
+        self._inter_token.labels(model).observe(seconds)
+
+    def request_finished(self, summary: RequestSummary, timings: Sequence[RequestTimings]) -> None:
+        """Take the facts of a request that ended; those refused before they started have no model."""
+        key = (summary.model, summary.endpoint)
+        self._requests.labels(*key, str(summary.status)).inc()
+        if summary.status == 499:
+            self._aborts.labels(*key).inc()
+        elif summary.status >= 500:
+            self._failures.labels(*key).inc()
+        if not self._active_counts.get(key):
+            return
+        self._active_counts[key] -= 1
+        self._active.labels(*key).set(self._active_counts[key])
+        for reason in summary.finish_reasons:
+            self._choices.labels(summary.model, reason).inc()
+        self._observe_times(summary, timings)
+
+    def render(self) -> bytes:
+        """Return the page in the Prometheus text format."""
+        return generate_latest(self._registry)
+
+    def _observe_times(self, summary: RequestSummary, timings: Sequence[RequestTimings]) -> None:
+        model = summary.model
+        self._duration.labels(model).observe(summary.duration_seconds)
+        if summary.ttft_seconds is not None:
+            self._ttft.labels(model).observe(summary.ttft_seconds)
+        if summary.tpot_seconds is not None:
+            self._tpot.labels(model).observe(summary.tpot_seconds)
+        if timings:  # of its slowest choice: what the whole request waited for
+            self._queue.labels(model).observe(max(each.queue_seconds for each in timings))
+            self._prefill.labels(model).observe(max(each.prefill_seconds for each in timings))
+            self._decode.labels(model).observe(max(each.decode_seconds for each in timings))
+
+    def _counter(self, name: str, text: str, labels: Sequence[str]) -> Counter:
+        return Counter(f"headrace_{name}", text, labels, registry=self._registry)
+
+    def _histogram(
+        self, name: str, text: str, buckets: Sequence[float] = _LATENCY_BUCKETS
+    ) -> Histogram:
+        return Histogram(
+            f"headrace_{name}_seconds", text, ("model",), registry=self._registry, buckets=buckets
+        )
+
+
+class _EngineCollector(Collector):
+    """Reads every engine's numbers at the moment of the scrape, so none can be stale or lost."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        replicas = [(replica, replica.client.stats) for replica in self._router.replicas()]
+        labels = ("model", "replica")
+        for name, text, value in _GAUGES:
+            gauge = GaugeMetricFamily(f"headrace_{name}", text, labels=labels)
+            for replica, stats in replicas:
+                gauge.add_metric(_labels(replica), value(stats))
+            yield gauge
+        for name, text, value in _COUNTERS:
+            counter = CounterMetricFamily(f"headrace_{name}", text, labels=labels)
+            for replica, stats in replicas:
+                counter.add_metric(_labels(replica), value(stats))
+            yield counter
+        steps = SummaryMetricFamily("headrace_step_seconds", "Steps of an engine", labels=labels)
+        for replica, stats in replicas:
+            steps.add_metric(_labels(replica), stats.steps_total, stats.step_seconds_total)
+        yield steps
+        yield from self._replica_families(replicas)
+
+    def _replica_families(
+        self, replicas: Sequence[tuple[Replica, EngineStats]]
+    ) -> Iterator[Metric]:
+        state = GaugeMetricFamily(
+            "headrace_replica_state",
+            "1 for the state a replica is in",
+            labels=("model", "replica", "state"),
+        )
+        restarts = CounterMetricFamily(
+            "headrace_engine_restarts",
+            "Times an engine died and was started again",
+            labels=("model", "replica"),
+        )
+        failures = CounterMetricFamily(
+            "headrace_policy_failures",
+            "Calls of a policy that the built-in had to decide",
+            labels=("kind", "model", "replica"),
+        )
+        for replica, stats in replicas:
+            for name in _STATES:
+                is_in = float(replica.client.state == name)
+                state.add_metric([*_labels(replica), name], is_in)
+            restarts.add_metric(_labels(replica), replica.client.restarts_total)
+            failures.add_metric(["scheduling", *_labels(replica)], stats.policy_failures_total)
+        failures.add_metric(["routing", "", ""], self._router.policy_failures_total)
+        yield from (state, restarts, failures)
+
+
+def _labels(replica: Replica) -> list[str]:
+    return [replica.model_name, replica.id]

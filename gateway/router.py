@@ -1,0 +1,107 @@
+"""Which models there are, and which replica serves a request: the policy chooses among those that are ready.
+
+Plain and synchronous, with time as an argument, because the simulator drives the same object. Whoever
+chooses takes a hold on the ledger before anything else runs, so that the next choice sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from headrace.errors import InvalidRequest, ModelNotFound, Unavailable, did_you_mean
+from headrace.gateway.ledger import Ledger
+from headrace.gateway.replica import Replica
+from headrace.interfaces import RoutingPolicy
+from headrace.policy_guard import RoutingGuard
+from headrace.types import ReplicaView, RoutingRequest
+
+_RETRY_AFTER_STARTING_SECONDS = 2.0
+_RETRY_AFTER_FAILED_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelGroup:
+    """A model and the replicas that serve it, at least one."""
+
+    name: str
+    replicas: tuple[Replica, ...]
+
+
+class Router:
+    """Chooses among replicas. `fallback` decides where `policy` fails."""
+
+    def __init__(
+        self, groups: Sequence[ModelGroup], *, policy: RoutingPolicy, fallback: RoutingPolicy
+    ) -> None:
+        self._groups = {group.name: group for group in groups}
+        self._guard = RoutingGuard(policy, fallback)
+        self.ledger = Ledger()
+
+    def models(self) -> list[str]:
+        """Return the names of all models, in the order of the configuration."""
+        return list(self._groups)
+
+    def replicas(self) -> list[Replica]:
+        """Return every replica of every model."""
+        return [replica for group in self._groups.values() for replica in group.replicas]
+
+    @property
+    def policy_failures_total(self) -> int:
+        return self._guard.failures_total
+
+    def resolve(self, model: str | None) -> ModelGroup:
+        """Return the model of that name; None or "" means the only one.
+
+        Raises ModelNotFound, or InvalidRequest where there are several and none is named.
+        """
+        if not model:
+            if len(self._groups) == 1:
+                return next(iter(self._groups.values()))
+            raise InvalidRequest(
+                f"model is needed: this server has {', '.join(self._groups)}", param="model"
+            )
+        group = self._groups.get(model)
+        if group is None:
+            raise ModelNotFound(
+                f"the model '{model}' does not exist. {did_you_mean(model, self._groups)}",
+                param="model",
+            )
+        return group
+
+    def choose(self, request: RoutingRequest, now: float) -> Replica:
+        """Return the replica that shall serve a request. Raises Unavailable where none is ready."""
+        group = self.resolve(request.model)
+        ready = {replica.id: replica for replica in group.replicas if replica.is_ready}
+        if not ready:
+            raise none_ready(group)
+        views = [self._view(replica) for replica in ready.values()]
+        return ready[self._guard.choose(request, views, now)]
+
+    def _view(self, replica: Replica) -> ReplicaView:
+        load = self.ledger.load(replica.id)
+        card = replica.client.card
+        return ReplicaView(
+            id=replica.id,
+            state=replica.client.state,
+            num_requests=load.num_requests,
+            num_tokens=load.num_tokens,
+            block_size=card.block_size if card is not None else 16,
+            num_blocks=card.num_blocks if card is not None else 0,
+        )
+
+
+def none_ready(group: ModelGroup) -> Unavailable:
+    """Return the refusal that says how far the replica is that comes next."""
+    starting = [replica.client for replica in group.replicas if replica.client.state == "starting"]
+    if not starting:
+        states = sorted({replica.client.state for replica in group.replicas})
+        return Unavailable(
+            f"the model '{group.name}' cannot be served: its engine has {' or '.join(states)}",
+            retry_after_seconds=_RETRY_AFTER_FAILED_SECONDS,
+        )
+    stage = max((client.progress for client in starting), key=lambda progress: progress.fraction)
+    return Unavailable(
+        f"the model '{group.name}' is starting ({stage.stage}, {stage.fraction:.0%})",
+        retry_after_seconds=_RETRY_AFTER_STARTING_SECONDS,
+    )
