@@ -12,7 +12,7 @@ import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import structlog
 
@@ -31,7 +31,13 @@ from headrace.types import (
 )
 
 _logger = structlog.get_logger(__name__)
-PolicyT = TypeVar("PolicyT", SchedulingPolicy, RoutingPolicy, AdmissionPolicy)
+
+
+class _Named(Protocol):
+    name: ClassVar[str]
+
+
+PolicyT = TypeVar("PolicyT", bound=_Named)
 
 
 class Nonsense(Exception):
@@ -53,7 +59,8 @@ class GuardLimits:
 class PolicyGuard(Generic[PolicyT]):
     """Calls a policy, checks what it answers and falls back on a built-in."""
 
-    kind = ""
+    name: ClassVar[str] = "guard"
+    kind: ClassVar[str] = ""
 
     def __init__(
         self, policy: PolicyT, fallback: PolicyT, limits: GuardLimits | None = None
@@ -64,10 +71,6 @@ class PolicyGuard(Generic[PolicyT]):
         self._strikes = 0
         self._good_calls = 0
         self.failures_total = 0
-
-    @property
-    def name(self) -> str:
-        return self._policy.name
 
     @property
     def policy(self) -> PolicyT:
@@ -114,7 +117,7 @@ class PolicyGuard(Generic[PolicyT]):
         _logger.warning(
             "policy_failed",
             kind=self.kind,
-            policy=self.name,
+            policy=self._policy.name,
             method=method,
             reason=reason,
             strikes=self._strikes,
@@ -123,7 +126,10 @@ class PolicyGuard(Generic[PolicyT]):
         )
         if self.is_benched:
             _logger.error(
-                "policy_benched", kind=self.kind, policy=self.name, decided_by=self._fallback.name
+                "policy_benched",
+                kind=self.kind,
+                policy=self._policy.name,
+                decided_by=self._fallback.name,
             )
 
     def _forgive(self) -> None:
@@ -135,7 +141,7 @@ class PolicyGuard(Generic[PolicyT]):
 
 
 class SchedulingGuard(PolicyGuard[SchedulingPolicy]):
-    kind = "scheduling"
+    kind: ClassVar[str] = "scheduling"
 
     def rank_waiting(
         self, waiting: Sequence[RequestView], view: SchedulerView
@@ -168,7 +174,7 @@ class SchedulingGuard(PolicyGuard[SchedulingPolicy]):
 
 
 class RoutingGuard(PolicyGuard[RoutingPolicy]):
-    kind = "routing"
+    kind: ClassVar[str] = "routing"
 
     def choose(self, request: RoutingRequest, replicas: Sequence[ReplicaView], now: float) -> str:
         replica_id: str = self.call(
@@ -180,7 +186,7 @@ class RoutingGuard(PolicyGuard[RoutingPolicy]):
 
 
 class AdmissionGuard(PolicyGuard[AdmissionPolicy]):
-    kind = "admission"
+    kind: ClassVar[str] = "admission"
 
     def admit(self, ticket: TicketView, view: AdmissionView, now: float) -> Admit | Queue | Reject:
         verdict: Admit | Queue | Reject = self.call(
@@ -202,9 +208,9 @@ def checked_order(answer: Any, waiting: Sequence[RequestView]) -> list[RequestVi
 
 def checked_victim(answer: Any, running: Sequence[RequestView]) -> RequestView:
     """Return the victim of `choose_victim`: one of the running views itself, not a copy."""
-    for request in running:
-        if request is answer:
-            return request
+    if any(request is answer for request in running):
+        victim: RequestView = answer
+        return victim
     raise Nonsense(f"the victim is not one of the {len(running)} running requests: {answer!r}")
 
 

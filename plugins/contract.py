@@ -6,7 +6,6 @@ A method inherited from the Protocol itself counts as missing: its body is `...`
 from __future__ import annotations
 
 import inspect
-import typing
 from typing import Any
 
 from headrace.errors import PluginError
@@ -37,11 +36,7 @@ def _methods(protocol: type[Any]) -> list[str]:
 
 def _class_attributes(protocol: type[Any]) -> list[str]:
     annotations = inspect.get_annotations(protocol)
-    return [
-        name
-        for name, hint in annotations.items()
-        if typing.get_origin(hint) is typing.ClassVar or str(hint).startswith("ClassVar")
-    ]
+    return [name for name, hint in annotations.items() if "ClassVar[" in str(hint)]
 
 
 def _has_own(cls: type[Any], protocol: type[Any], name: str) -> bool:

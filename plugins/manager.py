@@ -81,7 +81,7 @@ def _register(manager: pluggy.PluginManager, plugin: object, name: str) -> None:
     try:
         manager.register(plugin, name=name)
     except pluggy.PluginValidationError as error:
-        raise PluginError(f"plugin {name}: {error}") from error
+        raise PluginError(f"plugin {name}: {' '.join(str(error).split())}") from error
     except ValueError:
         raise PluginError(
             f"two plugins are named '{name}': {manager.get_plugin(name)!r} and {plugin!r}"

@@ -62,16 +62,13 @@ def resolve_engine(
     """
     host = resources or host_resources()
     dtype = stored_dtype if engine.dtype == "auto" else engine.dtype
-    kv_memory = engine.kv_memory
-    if kv_memory == "auto":
+    if engine.kv_memory == "auto":
         kv_memory = max(
             _MIN_KV_MEMORY, (host.memory_available_bytes // replicas - weight_bytes) // 2
         )
-    elif kv_memory * replicas > host.memory_limit_bytes:
-        raise ConfigError(
-            f"models.*.engine.kv_memory: {format_size(kv_memory)} for each of {replicas} replicas is more "
-            f"than this host's {format_size(host.memory_limit_bytes)}; give less, or write auto"
-        )
+    else:
+        kv_memory = engine.kv_memory
+        _check_kv_memory(kv_memory, replicas, host)
     threads = engine.num_threads
     max_model_len = engine.max_model_len
     return EngineSettings(
@@ -87,6 +84,14 @@ def resolve_engine(
         prefix_caching=engine.prefix_caching,
         deterministic=engine.deterministic,
     )
+
+
+def _check_kv_memory(kv_memory: int, replicas: int, host: HostResources) -> None:
+    if kv_memory * replicas > host.memory_limit_bytes:
+        raise ConfigError(
+            f"engine.kv_memory: {format_size(kv_memory)} for each of {replicas} replicas is more than "
+            f"the {format_size(host.memory_limit_bytes)} of this host; give less, or write auto"
+        )
 
 
 def _affinity() -> int:
