@@ -74,7 +74,7 @@ class OpsRunner:
         self._group = group
         self._settings = settings
         self._architecture = model.architecture
-        self._groups = tuple(_share_of(spec, group) for spec in model.architecture.kv_groups())
+        self._groups = tuple(share_of(spec, group) for spec in model.architecture.kv_groups())
         self._num_blocks = 0
         self._is_closed = False
 
@@ -157,7 +157,7 @@ class OpsRunner:
         del self._ops
 
 
-def _share_of(spec: KVGroupSpec, group: Group) -> KVGroupSpec:
+def share_of(spec: KVGroupSpec, group: Group) -> KVGroupSpec:
     """What one rank stores of a group of layers: its share of the heads."""
     return msgspec.structs.replace(spec, num_kv_heads=spec.num_kv_heads // group.size)
 

@@ -40,18 +40,14 @@ class _Steps:
         self._max_sequences = min(MAX_ROWS, settings.max_num_sequences, num_blocks)
 
     def all(self) -> Iterator[tuple[ForwardBatch, TokenMasks | None]]:
-        yield self._prefill(), None
+        yield self._batch([self._chunk(0, sample_offsets=())]), None
         for num_rows in ROW_COUNTS:
-            if num_rows == 1 or num_rows <= min(self._max_sequences, self._max_tokens):
+            if num_rows <= min(self._max_sequences, self._max_tokens):
                 yield self._decode(num_rows, 0, sampling_batch(num_rows)), None
-        num_rows = min(4, self._max_sequences)
+        num_rows = min(4, self._max_sequences, self._max_tokens)
         every_feature = self._every_feature(num_rows)
         yield self._decode(num_rows, 1, every_feature), self._mask()
         yield self._mixed(num_rows), None
-
-    def _prefill(self) -> ForwardBatch:
-        """A chunk of a prompt that ends without a draw."""
-        return self._batch([self._chunk(0, self._num_blocks, sample_offsets=())])
 
     def _decode(self, num_rows: int, position: int, sampling: SamplingBatch) -> ForwardBatch:
         """A token each; from the second on it is the one that row 0 of the step before drew."""
@@ -64,14 +60,13 @@ class _Steps:
         """Decodes beside a chunk of a prompt."""
         position = min(2, self._block_size - 1)
         decodes = [SequenceStep([0], position, [block]) for block in range(num_rows - 1)]
-        chunk = self._chunk(len(decodes), self._num_blocks)
+        chunk = self._chunk(len(decodes))
         return self._batch([*decodes, chunk], sampling_batch(len(decodes) + 1))
 
-    def _chunk(
-        self, first_block: int, last_block: int, sample_offsets: Sequence[int] | None = None
-    ) -> SequenceStep:
-        blocks = list(range(first_block, last_block))
-        num_tokens = min(self._max_tokens, len(blocks) * self._block_size)
+    def _chunk(self, num_decodes: int, sample_offsets: Sequence[int] | None = None) -> SequenceStep:
+        """The first tokens of a prompt, as many as fit beside the decodes."""
+        blocks = list(range(num_decodes, self._num_blocks))
+        num_tokens = min(self._max_tokens - num_decodes, len(blocks) * self._block_size)
         needed = -(-num_tokens // self._block_size)
         tokens = np.arange(num_tokens) % self._vocab_size
         return SequenceStep(tokens.tolist(), 0, blocks[:needed], sample_offsets)

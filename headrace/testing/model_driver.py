@@ -5,20 +5,34 @@ Blocks are handed out in a shuffled order, so that a backend which forgets the b
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from headrace.backends.batches import SequenceStep, forward_batch
+from headrace.backends.runner import share_of
 from headrace.group import SingleRank
 from headrace.interfaces import Group, LoadedModel, LoadSettings, Ops
+from headrace.models import BUILTIN
+from headrace.models.checkpoint import open_model
 from headrace.types import ForwardBatch, WeightPart
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 PLAIN_SCHEMES = frozenset({"f32", "f16", "bf16"})
+
+
+def open_checkpoint(path: Path) -> LoadedModel:
+    """Open a GGUF file or a checkpoint folder of one of the built-in architectures."""
+    architectures = {}
+    for name, where in BUILTIN.items():
+        module, _, class_name = where.partition(":")
+        architectures[name] = getattr(importlib.import_module(module), class_name)
+    return open_model(path, name=path.stem, registry_models=architectures)
 
 
 class ModelDriver:
@@ -46,8 +60,9 @@ class ModelDriver:
             max_positions=num_blocks * block_size, expand=expand, schemes=schemes
         )
         self._weights = model.architecture.load(ops, model.tensors, self._group, settings)
-        self._num_groups = len(model.architecture.kv_groups())
-        ops.allocate_kv(model.architecture.kv_groups(), num_blocks, block_size)
+        groups = [share_of(spec, self._group) for spec in model.architecture.kv_groups()]
+        self._num_groups = len(groups)
+        ops.allocate_kv(groups, num_blocks, block_size)
 
     def logits(
         self, token_ids: Sequence[int], chunk_sizes: Sequence[int] | None = None
