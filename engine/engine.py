@@ -103,6 +103,14 @@ class Engine:
 
         Raises InvalidRequest where it can never be served, Unavailable where too many wait already.
         """
+        self.check(request)
+        self._check_queue(request.sampling.n)
+        family = self._intake.family(request, self._clock.now())
+        self._families[request.request_id] = family
+        self._scheduler.add(family)
+
+    def check(self, request: GenerationRequest) -> None:
+        """Raise where the request could never be served, however empty the engine is."""
         if self._is_closed:
             raise Unavailable("the engine is stopping")
         if request.request_id in self._families:
@@ -110,11 +118,22 @@ class Engine:
                 f"a request with the id {request.request_id!r} is already running; ids are unique",
                 param="request_id",
             )
+        num_slots, most_queued = self._scheduler.num_slots, self._max_queued_requests
+        if request.sampling.n > num_slots + most_queued:
+            raise InvalidRequest(
+                f"n is {request.sampling.n}, but this engine runs {num_slots} choices at a time and "
+                f"queues {most_queued} more",
+                param="n",
+            )
         self._intake.check(request)
-        self._check_queue(request.sampling.n)
-        family = self._intake.family(request, self._clock.now())
-        self._families[request.request_id] = family
-        self._scheduler.add(family)
+
+    def has_room(self, num_choices: int) -> bool:
+        """Whether the queue takes a request of so many choices now; each of n waits in its own right.
+
+        Choices that find a free slot do not wait, so an idle engine takes them beside a full queue.
+        """
+        room = self._max_queued_requests + self._scheduler.num_free_slots
+        return self._scheduler.num_waiting + num_choices <= room
 
     def abort(self, request_id: str) -> bool:
         """End a request at whatever stage, and free what it holds. False: no such request."""
@@ -130,22 +149,14 @@ class Engine:
         return bool(self._families)
 
     def _check_queue(self, num_choices: int) -> None:
-        """Count choices that would find no slot now; each of n waits in its own right."""
-        scheduler = self._scheduler
-        room = self._max_queued_requests + scheduler.num_free_slots
-        if num_choices > self._max_queued_requests + scheduler.num_slots:
-            raise InvalidRequest(
-                f"n is {num_choices}, but this engine runs {scheduler.num_slots} choices at a time "
-                f"and queues {self._max_queued_requests} more",
-                param="n",
-            )
-        if scheduler.num_waiting + num_choices > room:
-            retry_after = self._predicted_wait_seconds()
-            raise Unavailable(
-                f"{scheduler.num_waiting} requests are waiting, at most "
-                f"{self._max_queued_requests} may; try again in {retry_after:.0f} s",
-                retry_after_seconds=retry_after,
-            )
+        if self.has_room(num_choices):
+            return
+        retry_after = self._predicted_wait_seconds()
+        raise Unavailable(
+            f"{self._scheduler.num_waiting} requests are waiting, at most "
+            f"{self._max_queued_requests} may; try again in {retry_after:.0f} s",
+            retry_after_seconds=retry_after,
+        )
 
     def _predicted_wait_seconds(self) -> float:
         """Return how long the queue takes to move by one: 1 s to 60 s."""

@@ -144,7 +144,7 @@ class SlotSampling:
             for neutral in (temperature, top_k, min_p, presence, frequency):
                 neutral[scoring] = 0
             top_p[scoring] = repetition[scoring] = 1
-            num_logprobs[scoring] = [rows[row].num_logprobs for row in scoring]
+            num_logprobs[scoring] = [row.num_logprobs for row in rows if row.score_token_id >= 0]
         history_starts, history_ids, history_counts = _histories(rows)
         bias_starts, bias_ids, bias_values = _biases(rows)
         return SamplingBatch(
