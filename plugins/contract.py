@@ -55,6 +55,12 @@ def _parameters(protocol: type[Any], name: str) -> list[str]:
     return parameters if is_bound else parameters[1:]
 
 
+def _keyword_only(protocol: type[Any], name: str) -> list[str]:
+    """Return the names of what the caller passes by keyword."""
+    parameters = inspect.signature(getattr(protocol, name)).parameters.values()
+    return [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+
+
 def _check_method(where: str, protocol: type[Any], cls: type[Any], name: str) -> None:
     method = getattr(cls, name)
     if not callable(method):
@@ -69,10 +75,12 @@ def _check_method(where: str, protocol: type[Any], cls: type[Any], name: str) ->
         signature = inspect.signature(method)
     except (TypeError, ValueError):
         return
-    arguments = _parameters(protocol, name)
     is_bound = isinstance(found, (classmethod, staticmethod))
+    by_keyword = _keyword_only(protocol, name)
+    arguments: list[Any] = [] if is_bound else [None]
+    arguments += [word for word in _parameters(protocol, name) if word not in by_keyword]
     try:
-        signature.bind(*arguments) if is_bound else signature.bind(None, *arguments)
+        signature.bind(*arguments, **dict.fromkeys(by_keyword))
     except TypeError as error:
         raise PluginError(
             f"{where}: {name}{signature} cannot be called as {_signature(protocol, name)}: {error}"

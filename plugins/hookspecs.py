@@ -66,7 +66,7 @@ def headrace_register_quantization() -> Sequence[type[QuantizationPolicy] | Clas
 
 @hookspec
 def headrace_server_started(info: ServerInfo) -> None:
-    """Observe readiness: models loaded and warmed up, just before /ready turns 200. Gateway process only."""
+    """Observe readiness: every model is loaded and warmed up, /ready turns 200. Gateway process only."""
 
 
 @hookspec
