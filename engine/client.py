@@ -249,14 +249,14 @@ class ProcessEngine(StreamingClient):
 
     async def close(self) -> None:
         self._stop_streams()
-        supervisor = self._supervisor
+        supervisor, child = self._supervisor, self._child
         if supervisor is None:
             return
-        if self._child is not None:
-            self._child.send(Stop())
+        if child is not None:
+            child.send(Stop())
             await asyncio.wait({supervisor}, timeout=_STOP_SECONDS)
             if not supervisor.done():
-                self._child.terminate()
+                child.terminate()
                 await asyncio.wait({supervisor}, timeout=_TERMINATE_SECONDS)
         supervisor.cancel()
         await asyncio.wait({supervisor})

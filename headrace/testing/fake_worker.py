@@ -6,6 +6,7 @@ Give `FAKE_WORKER` to a ProcessEngine as its command; its configuration is FakeE
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -21,12 +22,15 @@ FAKE_WORKER = (sys.executable, "-P", "-m", "headrace.testing.fake_worker")
 def build(replica: Mapping[str, Any], *, report: Callable[[str, float], None]) -> FakeBuilt:
     """Build a FakeEngine, or fail in the way that `replica` asks for.
 
+    "deaf_load": loading never ends, and never lets another thread or a signal handler run.
     "refuse": the model cannot be served, for this reason. "exit": the process ends with this code.
     "load_seconds": loading takes this long. "marker": a file that must exist, or the process ends.
     """
     options = dict(replica)
     report("load", 0.0)
     time.sleep(options.pop("load_seconds", 0))
+    if options.pop("deaf_load", False):
+        re.match(r"(a+)+$", "a" * 100 + "b")  # exponential, inside one C call
     if "refuse" in options:
         raise ModelError(options["refuse"])
     marker = options.pop("marker", None)

@@ -76,8 +76,11 @@ async def collect(client: EngineClient, wanted: GenerationRequest) -> list[Token
 
 def test_a_request_streams_all_its_tokens_and_ends(make: MakeClient) -> None:
     async def main() -> None:
-        async with started(make(name="x")) as client:
-            assert client.state == "ready" and client.card is not None
+        client = make(name="x")
+        states: list[str] = [client.state]
+        async with started(client):
+            states.append(client.state)
+            assert client.card is not None
             assert client.card.name == "x" and client.failure is None
             events = await collect(client, request(max_tokens=40, n=2))
             for choice in (0, 1):
@@ -86,7 +89,7 @@ def test_a_request_streams_all_its_tokens_and_ends(make: MakeClient) -> None:
                 assert own[-1].finish_reason == "length" and own[-1].usage is not None
             await until(lambda: client.stats.num_running == 0)
             assert client.stats.generation_tokens_total == 80
-        assert client.state == "stopped"
+        assert [*states, client.state] == ["starting", "ready", "stopped"]
 
     run(main())
 

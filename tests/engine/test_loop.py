@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -44,7 +44,12 @@ def run(engine: FakeEngine, *frames: Submit | Abort | Stop) -> list[FromEngine]:
     """Run a loop over messages that are all there from the start, until its work is done."""
     said: list[FromEngine] = []
     loop = EngineLoop(engine, said.append)
-    stopper = threading.Thread(target=lambda: (wait_idle(engine), loop.post(Stop())))
+
+    def stop_when_idle() -> None:
+        wait_idle(engine)
+        loop.post(Stop())
+
+    stopper = threading.Thread(target=stop_when_idle)
     for frame in frames:
         loop.post(frame)
     stopper.start()
@@ -76,9 +81,9 @@ def running(engine: FakeEngine, said: list[FromEngine]) -> Iterator[EngineLoop]:
         assert not thread.is_alive()
 
 
-def until(condition: object, seconds: float = 10) -> None:
+def until(condition: Callable[[], object], seconds: float = 10) -> None:
     deadline = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
+    while not condition():
         assert time.monotonic() < deadline, "did not happen"
         time.sleep(0.001)
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from headrace.engine.client import ClientState
+from headrace.engine.streams import ClientState
 from headrace.errors import InvalidRequest, ModelNotFound, Unavailable
 from headrace.gateway.ledger import Ledger, Load
 from headrace.gateway.replica import Replica
