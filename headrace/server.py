@@ -27,7 +27,7 @@ from headrace.gateway.metrics import GatewayMetrics
 from headrace.gateway.observers import Observers
 from headrace.gateway.replica import Replica
 from headrace.gateway.router import ModelGroup, Router
-from headrace.gateway.state import GatewayState, Limits
+from headrace.gateway.state import GatewayState
 from headrace.logs import configure_logging
 from headrace.plugins.manager import create_plugin_manager, notify
 from headrace.plugins.registry import Registries
@@ -35,7 +35,6 @@ from headrace.policies.admission.unlimited import Unlimited
 from headrace.policies.routing.round_robin import RoundRobin
 from headrace.policy_guard import AdmissionGuard
 from headrace.types import ModelCard, ServerInfo
-from headrace.types.units import format_size
 
 _GRACE_SECONDS = 1
 
@@ -108,11 +107,6 @@ class Gateway:
             clock=SystemClock(),
             observers=self._observers,
             admission=build_admission(config, registries),
-            limits=Limits(
-                max_body_bytes=config.gateway.max_body_bytes,
-                heartbeat_seconds=config.gateway.keepalive_interval,
-                write_timeout_seconds=config.gateway.stall_timeout,
-            ),
         )
         self._http = HttpServer(
             uvicorn.Config(
@@ -237,14 +231,24 @@ def memory_arithmetic(card: ModelCard) -> str:
     per_request = card.kv_bytes_per_token * card.max_model_len
     return (
         f"{card.name} ({card.architecture}, {card.backend}, {card.dtype}): "
-        f"weights {format_size(card.weight_bytes)}; "
-        f"KV {format_size(card.kv_bytes_per_token)} per token x {card.max_model_len:,} tokens "
-        f"= {format_size(per_request)} per full-length request; "
-        f"pool {format_size(pool_tokens * card.kv_bytes_per_token)} "
+        f"weights {human_bytes(card.weight_bytes)}; "
+        f"KV {human_bytes(card.kv_bytes_per_token)} per token x {card.max_model_len:,} tokens "
+        f"= {human_bytes(per_request)} per full-length request; "
+        f"pool {human_bytes(pool_tokens * card.kv_bytes_per_token)} "
         f"({pool_tokens:,} tokens in {card.num_blocks:,} blocks) "
         f"-> {pool_tokens // card.max_model_len} full-length requests fit, "
         f"{pool_tokens // min(pool_tokens, 500)} of 500 tokens"
     )
+
+
+def human_bytes(size: int) -> str:
+    """Return a size with three digits and a unit: "97.5 MiB"."""
+    value, unit = float(size), "bytes"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1000:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.3g} {unit}"
 
 
 def curl_line(url: str, model: str) -> str:
