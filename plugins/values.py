@@ -70,6 +70,7 @@ def describe(hint: Any) -> str:
 
 def convert(value: Value, hint: Any) -> Any:
     """Return the value as `hint` declares it. ValueError, saying what was expected, where it cannot be."""
+    declared = hint
     hint, marks = _unpack(hint)
     if hint is Any:
         return value.value
@@ -85,10 +86,10 @@ def convert(value: Value, hint: Any) -> Any:
         return _convert_list(value, hint, origin)
     if origin in (dict, Mapping):
         return _convert_table(value, hint)
-    converted = _convert_scalar(value, hint)
+    converted = _convert_scalar(value, hint, declared)
     for mark in marks:
         if isinstance(mark, Bounds) and not _inside(converted, mark):
-            raise ValueError(f"must be {describe(typing.Annotated[hint, mark])}, got {converted}")
+            raise _refuse(value, declared)
     return converted
 
 
@@ -174,33 +175,33 @@ def _convert_quantity(value: Value, hint: Any, unit: Unit) -> Any:
     return float(given)
 
 
-def _convert_scalar(value: Value, hint: Any) -> Any:
+def _convert_scalar(value: Value, hint: Any, declared: Any) -> Any:
     given = value.value
     if hint is str:
         if not isinstance(given, str):
             quoted = f"; write it in quotes: '{given}'" if isinstance(given, (int, float)) else ""
-            raise _refuse(value, hint, quoted)
+            raise _refuse(value, declared, quoted)
         return given
     if hint is pathlib.Path:
         if isinstance(given, (str, pathlib.Path)):
             return pathlib.Path(given).expanduser()
-        raise _refuse(value, hint)
+        raise _refuse(value, declared)
     if hint is types.NoneType:
         if given is None or (value.form == "text" and given in ("null", "none", "")):
             return None
-        raise _refuse(value, hint)
+        raise _refuse(value, declared)
     if hint is bool:
         if value.form == "text" and isinstance(given, str):
             given = _WORDS_OF_TEXT.get(given.lower(), given)
         if isinstance(given, bool):
             return given
-        raise _refuse(value, hint)
+        raise _refuse(value, declared)
     if hint in (int, float):
-        return _convert_number(value, hint)
+        return _convert_number(value, hint, declared)
     raise TypeError(f"no rule turns a value into {hint!r}")
 
 
-def _convert_number(value: Value, hint: Any) -> Any:
+def _convert_number(value: Value, hint: Any, declared: Any) -> Any:
     given = value.value
     if isinstance(given, str):
         if hint is int and value.form == "text" and _INTEGER.fullmatch(given):
@@ -209,12 +210,12 @@ def _convert_number(value: Value, hint: Any) -> Any:
             try:
                 given = float(given)
             except ValueError:
-                raise _refuse(value, hint) from None
+                raise _refuse(value, declared) from None
     if isinstance(given, bool) or not isinstance(given, (int, float)):
-        raise _refuse(value, hint)
+        raise _refuse(value, declared)
     if hint is int:
         if isinstance(given, float):
-            raise _refuse(value, hint)
+            raise _refuse(value, declared)
         return given
     if not math.isfinite(given):
         raise ValueError(f"must be a finite number, got {given}")

@@ -90,7 +90,7 @@ def read_file(path: pathlib.Path) -> Table:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     node = compose(text, str(path), path.resolve().parent)
-    if node is None:
+    if node is None or (isinstance(node, Scalar) and node.value.value is None):
         return Table({}, Origin(str(path), path.resolve().parent))
     if not isinstance(node, Table):
         raise config_error(node.origin, "", "the file must hold a table of keys, such as `models:`")

@@ -31,6 +31,8 @@ Line = tuple[str, str]
 def _struct(value: msgspec.Struct, key: str, indent: str) -> Iterator[Line]:
     for name, hint in keys_of(type(value)).items():
         path = f"{key}.{name}" if key else name
+        if getattr(value, name) == {}:
+            continue
         yield from _entry(f"{indent}{name}:", getattr(value, name), hint, path)
 
 

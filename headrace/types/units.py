@@ -6,6 +6,7 @@ and a plugin's `Options` accept "2GiB" and "500ms". 1K is 1000 and 1Ki is 1024, 
 
 from __future__ import annotations
 
+import decimal
 import re
 from dataclasses import dataclass
 from typing import Annotated
@@ -21,7 +22,7 @@ _DURATION_UNITS = {
     "h": 3600.0,
     "d": 86400.0,
 }
-_QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,4 +79,5 @@ def format_duration(seconds: float) -> str:
     """Return text that parse_duration turns back into `seconds`."""
     if seconds and seconds < 1 and round(seconds * 1000) * 1e-3 == seconds:
         return f"{round(seconds * 1000)}ms"
-    return f"{seconds:g}s" if float(f"{seconds:g}") == seconds else f"{seconds!r}s"
+    text = f"{decimal.Decimal(repr(seconds)):f}"
+    return text.removesuffix(".0") + "s"

@@ -1,0 +1,226 @@
+"""A policy that fails is replaced for that call, and benched after repeated strikes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import structlog
+
+from headrace.policies.admission.unlimited import Unlimited
+from headrace.policies.routing.round_robin import RoundRobin
+from headrace.policies.scheduling.fcfs import FirstComeFirstServed
+from headrace.policy_guard import AdmissionGuard, GuardLimits, RoutingGuard, SchedulingGuard
+from headrace.testing.policies import check_routing_policy, check_scheduling_policy
+from headrace.types import (
+    AdmissionView,
+    Admit,
+    Charge,
+    ReplicaView,
+    RequestView,
+    RoutingRequest,
+    SchedulerView,
+    StepFacts,
+    TicketView,
+)
+
+VIEW = SchedulerView(100.0, 512, 4, 1, 10, 100)
+WAITING = [RequestView("b", arrival_time=2), RequestView("a", arrival_time=1)]
+
+
+class Odd(FirstComeFirstServed):
+    """Last come, first served, or whatever a test makes of it."""
+
+    name = "odd"
+
+    def __init__(self, **methods: Callable[..., Any]) -> None:
+        self.calls = 0
+        self.__dict__.update(methods)
+
+    def rank_waiting(
+        self, waiting: Sequence[RequestView], view: SchedulerView
+    ) -> Sequence[RequestView]:
+        self.calls += 1
+        return sorted(waiting, key=lambda request: -request.arrival_time)
+
+
+def ids(guard: SchedulingGuard) -> list[str]:
+    return [request.request_id for request in guard.rank_waiting(WAITING, VIEW)]
+
+
+def raising(*arguments: Any) -> Any:
+    raise ZeroDivisionError("division by zero")
+
+
+def leaving(*arguments: Any) -> Any:
+    sys.exit(1)
+
+
+def test_a_good_policy_decides() -> None:
+    guard = SchedulingGuard(Odd(), FirstComeFirstServed())
+    assert ids(guard) == ["b", "a"]
+    assert guard.choose_victim(WAITING, VIEW).request_id == "b"
+    assert guard.prefill_budget(VIEW) == 512
+    assert guard.failures_total == 0
+
+
+BREACHES: list[Callable[..., Any]] = [
+    raising,
+    leaving,
+    lambda waiting, view: None,
+    lambda waiting, view: waiting[:1],
+    lambda waiting, view: [waiting[0], waiting[0]],
+    lambda waiting, view: [RequestView("b"), RequestView("a")],
+    lambda waiting, view: (waiting[0] for _ in iter(int, 1)),
+    lambda waiting, view: waiting.clear() or waiting,
+]
+
+
+@pytest.mark.parametrize("breach", BREACHES)
+def test_the_builtin_decides_a_call_that_fails(breach: Callable[..., Any]) -> None:
+    guard = SchedulingGuard(Odd(rank_waiting=breach), FirstComeFirstServed())
+    with structlog.testing.capture_logs() as logs:
+        assert ids(guard) == ["a", "b"]
+    assert guard.failures_total == 1
+    assert not guard.is_benched
+    assert [
+        (log["event"], log["kind"], log["policy"], log["method"], log["decided_by"]) for log in logs
+    ] == [("policy_failed", "scheduling", "odd", "rank_waiting", "fcfs")]
+    assert len(WAITING) == 2
+
+
+@pytest.mark.parametrize(
+    ("methods", "call", "expected"),
+    [
+        ({"choose_victim": lambda running, view: None}, "choose_victim", "b"),
+        ({"choose_victim": raising}, "choose_victim", "b"),
+        ({"prefill_budget": lambda view: -5}, "prefill_budget", 512),
+        ({"prefill_budget": lambda view: "many"}, "prefill_budget", 512),
+        ({"prefill_budget": lambda view: 10**9}, "prefill_budget", 512),
+        ({"prefill_budget": lambda view: 100}, "prefill_budget", 100),
+        ({"prefill_budget": lambda view: 0}, "prefill_budget", 0),
+    ],
+)
+def test_victims_and_budgets(methods: dict[str, Any], call: str, expected: Any) -> None:
+    guard = SchedulingGuard(Odd(**methods), FirstComeFirstServed())
+    if call == "choose_victim":
+        assert guard.choose_victim(WAITING, VIEW).request_id == expected
+    else:
+        assert guard.prefill_budget(VIEW) == expected
+
+
+def test_no_budget_while_nothing_decodes_would_stand_still_for_ever() -> None:
+    guard = SchedulingGuard(Odd(prefill_budget=lambda view: 0), FirstComeFirstServed())
+    assert guard.prefill_budget(SchedulerView(0.0, 512, 0, 1, 10, 100)) == 512
+    assert guard.failures_total == 1
+
+
+def test_repeated_strikes_bench_the_policy_until_another_is_swapped_in() -> None:
+    policy = Odd(rank_waiting=raising)
+    guard = SchedulingGuard(policy, FirstComeFirstServed(), GuardLimits(max_strikes=2))
+    with structlog.testing.capture_logs() as logs:
+        for _ in range(5):
+            assert ids(guard) == ["a", "b"]
+    assert guard.is_benched
+    assert guard.failures_total == 2
+    assert [log["event"] for log in logs] == ["policy_failed", "policy_failed", "policy_benched"]
+    assert guard.choose_victim(WAITING, VIEW).request_id == "b"
+    guard.swap(Odd())
+    assert not guard.is_benched
+    assert ids(guard) == ["b", "a"]
+    assert guard.failures_total == 2
+
+
+def test_strikes_are_forgiven_after_enough_good_calls() -> None:
+    policy = Odd()
+    limits = GuardLimits(max_strikes=2, forgive_after=3)
+    guard = SchedulingGuard(policy, FirstComeFirstServed(), limits)
+    for _ in range(4):
+        policy.__dict__["choose_victim"] = raising
+        guard.choose_victim(WAITING, VIEW)
+        for _ in range(3):
+            ids(guard)
+    assert not guard.is_benched
+    assert guard.failures_total == 4
+
+
+class Timer:
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def __call__(self) -> float:
+        return self.time
+
+
+def test_a_slow_policy_is_replaced_too() -> None:
+    timer = Timer()
+
+    def slow(waiting: Sequence[RequestView], view: SchedulerView) -> Sequence[RequestView]:
+        timer.time += 0.25
+        return waiting
+
+    limits = GuardLimits(slow_seconds=0.2, timer=timer)
+    guard = SchedulingGuard(Odd(rank_waiting=slow), FirstComeFirstServed(), limits)
+    with structlog.testing.capture_logs() as logs:
+        assert ids(guard) == ["a", "b"]
+    assert logs[0]["reason"] == "took 250 ms, at most 200 ms are allowed"
+
+
+def test_observe_is_optional_and_may_fail() -> None:
+    facts = StepFacts(0.0, 0.1, {"a": 1}, ())
+    silent = SchedulingGuard(Odd(), FirstComeFirstServed())
+    silent.observe(facts)
+    assert silent.failures_total == 0
+    seen: list[StepFacts] = []
+    SchedulingGuard(Odd(observe=seen.append), FirstComeFirstServed()).observe(facts)
+    assert seen == [facts]
+    broken = SchedulingGuard(
+        Odd(observe=raising), FirstComeFirstServed(), GuardLimits(max_strikes=1)
+    )
+    broken.observe(facts)
+    assert broken.is_benched
+    broken.observe(facts)
+    assert broken.failures_total == 1
+
+
+class Lost(RoundRobin):
+    name = "lost"
+
+    def __init__(self, answer: Any) -> None:
+        super().__init__()
+        self.answer = answer
+
+    def choose(self, request: RoutingRequest, replicas: Sequence[ReplicaView], now: float) -> str:
+        return self.answer  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("answer", ["nowhere", None, 7, ""])
+def test_routing_falls_back_on_the_builtin(answer: Any) -> None:
+    guard = RoutingGuard(Lost(answer), RoundRobin())
+    replicas = [ReplicaView("r0"), ReplicaView("r1")]
+    chosen = [guard.choose(RoutingRequest("m"), replicas, 0.0) for _ in range(4)]
+    assert chosen == ["r0", "r1", "r0", "r1"]
+    assert guard.failures_total == 3
+    assert guard.is_benched
+
+
+@pytest.mark.parametrize(
+    "answer", [None, "yes", Admit((Charge("k", -1, 5),)), Admit((Charge("k", 1, 5, -1.0),))]
+)
+def test_admission_falls_back_on_the_builtin(answer: Any) -> None:
+    class Door(Unlimited):
+        name = "door"
+
+        def admit(self, ticket: Any, view: Any, now: float) -> Any:
+            return answer
+
+    guard = AdmissionGuard(Door(), Unlimited())
+    assert guard.admit(TicketView("arrival"), AdmissionView(), 0.0) == Admit()
+    assert guard.failures_total == 1
+
+
+def test_a_guard_is_itself_a_policy() -> None:
+    check_scheduling_policy(lambda: SchedulingGuard(FirstComeFirstServed(), FirstComeFirstServed()))
+    check_routing_policy(lambda: RoutingGuard(RoundRobin(), RoundRobin()))
