@@ -22,6 +22,10 @@ class ShadowRunner(SimulatedRunner):
     """A SimulatedRunner that pretends to attend."""
 
     rows: NDArray[np.uint64]
+    num_tokens = 0
+    """Tokens computed so far, those computed again included."""
+    most_tokens = 0
+    """Tokens of the largest step."""
 
     def allocate(self, num_blocks: int) -> None:
         super().allocate(num_blocks)
@@ -33,6 +37,8 @@ class ShadowRunner(SimulatedRunner):
             blocks[target] = blocks[source]
 
     def contexts(self, batch: ForwardBatch) -> NDArray[np.uint64]:
+        self.num_tokens += len(batch.token_ids)
+        self.most_tokens = max(self.most_tokens, len(batch.token_ids))
         positions = batch.positions.astype(np.uint64)
         self.rows[batch.slots[0]] = mix(mix(batch.token_ids.astype(np.uint64)) + positions)
         contexts = np.zeros(len(batch.sample_rows), np.uint64)
