@@ -246,7 +246,7 @@ def test_a_tpot_target_bounds_the_prompt_tokens_beside_decodes() -> None:
     driver.step()
     driver.submit(prompt(3000), max_tokens=2)
     steps = []
-    while not (name, 0) in driver.events or driver.last(name).finish_reason is None:
+    while (name, 0) not in driver.events or driver.last(name).finish_reason is None:
         before = driver.clock.now()
         driver.step()
         steps.append(driver.clock.now() - before)
