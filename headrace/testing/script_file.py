@@ -41,6 +41,8 @@ class Script(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """After so many tokens the logits are NaN. Not for outputs of `when`."""
     step_delay_seconds: float = 0.0
     """How long each forward takes at least."""
+    load_delay_seconds: float = 0.0
+    """How long loading takes at least."""
     chat_template: str | None = CHATML_TEMPLATE
     special_tokens: dict[str, str] = msgspec.field(default_factory=tiny_special_tokens)
     add_bos_token: bool = False

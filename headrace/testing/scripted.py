@@ -27,6 +27,7 @@ __all__ = ["ScriptedArchitecture", "ScriptedConfig", "open_scripted", "write_scr
 HIDDEN_SIZE = 128
 NUM_HEADS = 2
 HEAD_DIM = 64
+_LOAD_TICKS = 20
 _QKV_SIZES = (NUM_HEADS * HEAD_DIM, HEAD_DIM, HEAD_DIM)
 _SPEC = AttentionSpec(num_heads=NUM_HEADS, num_kv_heads=1, head_dim=HEAD_DIM, scale=HEAD_DIM**-0.5)
 
@@ -38,6 +39,7 @@ class ScriptedConfig:
     vocab_size: int
     max_position: int
     step_delay_seconds: float = 0.0
+    load_delay_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,7 @@ class ScriptedArchitecture:
         self.vocab_size = config.vocab_size
         self.max_position = config.max_position
         self._step_delay_seconds = config.step_delay_seconds
+        self._load_delay_seconds = config.load_delay_seconds
 
     def kv_groups(self) -> Sequence[KVGroupSpec]:
         return (KVGroupSpec(name="all", layers=(0,), num_kv_heads=1, head_dim=HEAD_DIM),)
@@ -70,6 +73,9 @@ class ScriptedArchitecture:
     ) -> _Weights:
         if group.size != 1:
             raise ModelError(f"a scripted model runs on one rank, not on {group.size}")
+        for tick in range(_LOAD_TICKS):
+            settings.report(tick / _LOAD_TICKS)
+            time.sleep(self._load_delay_seconds / _LOAD_TICKS)
         frequencies = 10_000.0 ** -(np.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))
 
         def hold(name: str) -> Any:
@@ -129,6 +135,7 @@ def open_scripted(path: Path, name: str) -> LoadedModel:
         vocab_size=chain.vocab_size,
         max_position=script.max_position,
         step_delay_seconds=script.step_delay_seconds,
+        load_delay_seconds=script.load_delay_seconds,
     )
     return LoadedModel(
         name=name,

@@ -1,0 +1,127 @@
+"""`headrace serve` as a newcomer meets it: from the bound port to the last signal."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import httpx
+import pytest
+
+from headrace.testing.script_file import write_script
+from headrace.testing.server import StartedServer, started_server
+
+
+def stream_text(url: str, path: str, body: dict[str, object]) -> str:
+    pieces = []
+    with httpx.stream("POST", url + path, json={**body, "stream": True}, timeout=120) as response:
+        assert response.status_code == 200, response.read()
+        for line in response.iter_lines():
+            if line.startswith("data: ") and line != "data: [DONE]":
+                for choice in json.loads(line[6:])["choices"]:
+                    pieces.append(
+                        choice.get("text") or choice.get("delta", {}).get("content") or ""
+                    )
+    return "".join(pieces)
+
+
+@pytest.mark.real_model
+def test_the_real_model_knows_the_capital_of_france(real_server: StartedServer) -> None:
+    body: dict[str, object] = {
+        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        "temperature": 0,
+        "max_tokens": 32,
+    }
+    assert "Paris" in stream_text(real_server.url, "/v1/chat/completions", body)
+    answer = httpx.post(f"{real_server.url}/v1/chat/completions", json=body, timeout=120).json()
+    assert "Paris" in answer["choices"][0]["message"]["content"]
+
+
+@pytest.mark.real_model
+def test_the_start_prints_arithmetic_url_and_a_curl_line_that_works(
+    real_server: StartedServer,
+) -> None:
+    printed = "".join(real_server.output)
+    assert "per token x" in printed and "full-length requests fit" in printed
+    curl = next(line for line in real_server.output if line.strip().startswith("curl "))
+    done = subprocess.run(curl, shell=True, capture_output=True, text=True, timeout=120)
+    assert "data: [DONE]" in done.stdout
+
+
+def test_the_port_answers_before_the_model_is_there(tmp_path: pathlib.Path) -> None:
+    path = write_script(tmp_path / "slow.json", ["Hi"], load_delay_seconds=3.0)
+    with started_server(["--model", f"scripted:{path}"], ready=False) as server:
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        ready = httpx.get(f"{server.url}/ready")
+        assert ready.status_code == 503
+        assert int(ready.headers["retry-after"]) >= 1
+        chat = httpx.post(f"{server.url}/v1/chat/completions", json={"messages": []})
+        assert chat.status_code == 503
+        assert int(chat.headers["retry-after"]) >= 1
+        assert chat.json()["error"]["message"]
+        assert httpx.get(f"{server.url}/v1/models").status_code == 503
+        server.wait_ready()
+        assert stream_text(server.url, "/v1/completions", {"prompt": "x"}) == "Hi"
+
+
+def test_a_taken_port_ends_the_start_with_the_reason(tmp_path: pathlib.Path) -> None:
+    path = write_script(tmp_path / "script.json", ["Hi"])
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        command = [sys.executable, "-m", "headrace", "serve", "--port", str(port)]
+        done = subprocess.run(
+            [*command, "--model", f"scripted:{path}"], capture_output=True, text=True, timeout=30
+        )
+    assert done.returncode == 1
+    assert f"127.0.0.1:{port}" in done.stderr and "in use" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("when", ["idle", "loading", "streaming"])
+def test_a_signal_ends_it_cleanly(tmp_path: pathlib.Path, number: int, when: str) -> None:
+    settings = {"load_delay_seconds": 30.0} if when == "loading" else {"step_delay_seconds": 0.05}
+    path = write_script(tmp_path / "script.json", ["Hi"] * 400, **settings)
+    with started_server(["--model", f"scripted:{path}"], ready=when != "loading") as server:
+        if when == "streaming":
+            client = httpx.stream("POST", f"{server.url}/v1/completions", timeout=30,
+                                  json={"prompt": "x", "stream": True, "max_tokens": 300})  # fmt: skip
+            with client as response:
+                next(response.iter_lines())
+                server.process.send_signal(number)
+                lines = list(response.iter_lines())
+            assert any('"error"' in line for line in lines)
+        else:
+            server.process.send_signal(number)
+        assert server.process.wait(10) == 0
+        time.sleep(0.2)
+    assert "Traceback" not in "".join(server.output)
+
+
+def test_a_model_that_cannot_be_read_ends_the_start_with_the_reason(tmp_path: pathlib.Path) -> None:
+    bad = tmp_path / "model.gguf"
+    bad.write_bytes(b"<!DOCTYPE html><html>not found</html>")
+    command = [sys.executable, "-m", "headrace", "serve", "--port", "0", "--model", str(bad)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert str(bad) in done.stderr and "HTML" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_set_reaches_any_key(tmp_path: pathlib.Path) -> None:
+    path = write_script(tmp_path / "script.json", ["Hi"])
+    arguments = ["--model", f"scripted:{path}", "--set", "models.0.engine.max_model_len=64"]
+    with started_server([*arguments, "--set", "models.0.name=renamed"]) as server:
+        models = httpx.get(f"{server.url}/v1/models").json()
+        assert [model["id"] for model in models["data"]] == ["renamed"]
+        body = {"prompt": [7] * 64, "max_tokens": 1}
+        refused = httpx.post(f"{server.url}/v1/completions", json=body)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["code"] == "context_length_exceeded"

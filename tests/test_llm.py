@@ -1,0 +1,97 @@
+"""`headrace.LLM`: the offline library, and the commands that stand on it."""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from headrace import LLM, SamplingParams
+from headrace.errors import HeadraceError, InvalidRequest
+from headrace.testing.script_file import write_script
+
+TEXT = "Hello brave new world!"
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    path = tmp_path_factory.mktemp("script") / "hello.json"
+    return write_script(path, ["Hello", " brave", " new", " world", "!"])
+
+
+@pytest.fixture(scope="module")
+def llm(script: pathlib.Path) -> Iterator[LLM]:
+    with LLM(f"scripted:{script}", max_num_sequences=4, max_queued_requests=4) as llm:
+        yield llm
+
+
+def test_one_prompt_and_a_batch(llm: LLM) -> None:
+    assert [result.text for result in llm.generate("x", progress=False)] == [TEXT]
+    many = llm.generate([f"prompt {number}" for number in range(40)], progress=False)
+    assert [result.text for result in many] == [TEXT] * 40
+    assert all(result.choices[0].finish_reason == "stop" for result in many)
+
+
+def test_token_ids_and_messages_are_prompts_too(llm: LLM) -> None:
+    ids = llm.encode("abc")
+    assert llm.generate(ids, progress=False)[0].prompt_token_ids == ids
+    chat = llm.generate([{"role": "user", "content": "hi"}], progress=False)
+    assert [result.text for result in chat] == [TEXT]
+
+
+def test_choices_stream_and_limits(llm: LLM) -> None:
+    three = llm.generate("x", llm.sampling(n=3, max_tokens=2), progress=False)[0]
+    assert [choice.text for choice in three.choices] == ["Hello brave"] * 3
+    assert {choice.finish_reason for choice in three.choices} == {"length"}
+    assert "".join(llm.stream("x")) == TEXT
+    stream = llm.stream("x")
+    assert next(stream) == "Hello"
+    stream.close()  # type: ignore[attr-defined]
+    assert [result.text for result in llm.generate("x", progress=False)] == [TEXT]
+
+
+def test_a_bad_prompt_refuses_the_batch_before_any_of_it_runs(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="outside the vocabulary"):
+        llm.generate([[1, 2], [10**6]], progress=False)
+    with pytest.raises(InvalidRequest, match="temperature"):
+        SamplingParams(temperature=-1)
+    with pytest.raises(InvalidRequest, match="no sampling parameter"):
+        llm.sampling(temprature=1)
+    assert [result.text for result in llm.generate("x", progress=False)] == [TEXT]
+
+
+def test_a_failing_model_raises_with_its_reason(tmp_path: pathlib.Path) -> None:
+    path = write_script(tmp_path / "fails.json", ["a", "b", "c"], fail_after=2)
+    with LLM(f"scripted:{path}") as llm, pytest.raises(HeadraceError, match="NaN"):
+        llm.generate("x", progress=False)
+
+
+def run(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "headrace", *arguments],
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_generate_prints_the_text(script: pathlib.Path) -> None:
+    done = run("generate", "x", "--model", f"scripted:{script}")
+    assert (done.returncode, done.stdout) == (0, TEXT + "\n")
+    done = run("generate", "-", "--model", f"scripted:{script}", "--max-tokens", "2", text="x")
+    assert (done.returncode, done.stdout) == (0, "Hello brave\n")
+
+
+def test_chat_talks_in_a_terminal(script: pathlib.Path) -> None:
+    done = run("chat", "--model", f"scripted:{script}", text="hi\nand again\n\n")
+    assert (done.returncode, done.stdout) == (0, f"{TEXT}\n{TEXT}\n")
+
+
+def test_a_wrong_source_is_one_line(tmp_path: pathlib.Path) -> None:
+    done = run("generate", "x", "--model", str(tmp_path / "nothing.gguf"))
+    assert done.returncode == 1
+    assert "nothing.gguf" in done.stderr and "Traceback" not in done.stderr
