@@ -38,7 +38,7 @@ def gemma3_gguf() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Return `make(model_type, **arguments)`: a checkpoint of write_tiny_checkpoint, made once per call's arguments."""
+    """Return `make(model_type, **arguments)`: write_tiny_checkpoint's folder, written once each."""
     from headrace.testing.tiny_models import write_tiny_checkpoint
 
     made: dict[str, Path] = {}
