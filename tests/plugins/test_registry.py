@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 import pytest
 
 import headrace
+from headrace.backends.simulated.backend import SimulatedBackend
 from headrace.errors import PluginError
 from headrace.interfaces import RoutingPolicy
 from headrace.plugins import registry as registry_module
@@ -195,6 +196,17 @@ def test_a_backend_needs_its_classmethods() -> None:
         def create_runner(self, model: Any, group: Any, settings: Any) -> Any: ...
 
     with pytest.raises(PluginError, match="probe must be a @classmethod"):
+        registries(plugin("p", headrace_register_backends=lambda: [Bad]))
+
+
+def test_a_backend_must_take_what_is_passed_by_keyword() -> None:
+    class Bad(SimulatedBackend):
+        name = "bad"
+
+        def create_runner(self, model: Any, group: Any, settings: Any) -> Any:  # type: ignore[override]
+            ...
+
+    with pytest.raises(PluginError, match="create_runner.*quantization.*unexpected keyword"):
         registries(plugin("p", headrace_register_backends=lambda: [Bad]))
 
 
