@@ -46,7 +46,7 @@ def _load_module(path: pathlib.Path) -> types.ModuleType:
         raise PluginError(f"{path}: cannot be read: {error.strerror}") from None
     digest = hashlib.blake2b(bytes(path) + b"\0" + source, digest_size=8).hexdigest()
     try:
-        code = compile(source, str(path), "exec")
+        code = compile(source, str(path), "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None)
         where = f"{path}, line {line}" if line else str(path)

@@ -69,7 +69,7 @@ def plugins_of(hook: str) -> list[object]:
     plugins = []
     for number, block in enumerate(blocks):
         module = types.ModuleType(f"example_{number}")
-        exec(compile(block, str(DOCS), "exec"), module.__dict__)
+        exec(compile(block, str(DOCS), "exec", dont_inherit=True), module.__dict__)
         plugins.append(module.__dict__.get("plugin", module))
     return plugins
 

@@ -101,3 +101,8 @@ def test_a_script_that_fails_leaves_no_module_behind(tmp_path: pathlib.Path) -> 
     with pytest.raises(PluginError):
         load_class("broken_policy.py:X", tmp_path)
     assert not [name for name in sys.modules if "broken_policy" in name]
+
+
+def test_a_script_is_compiled_by_its_own_rules(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "own.py").write_text("class Own:\n    size: int = 0\n")
+    assert load_class("own.py:Own", tmp_path).__annotations__ == {"size": int}
