@@ -60,9 +60,13 @@ class RequestRecord:
             self._choices[place] = _ChoiceFacts()
         self.state.metrics.request_started(model, self.endpoint)
 
-    def take(self, prompt_index: int, event: TokenEvent) -> None:
-        """Note one piece of news."""
+    def take(self, prompt_index: int, events: Sequence[TokenEvent]) -> None:
+        """Note news."""
         now = self.state.clock.now()
+        for event in events:
+            self._take(prompt_index, event, now)
+
+    def _take(self, prompt_index: int, event: TokenEvent, now: float) -> None:
         choice = self._choices[prompt_index, event.index]
         if event.token_ids:
             if self.first_token_at is None:

@@ -10,13 +10,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import structlog
-
 from headrace.errors import RateLimited, RequestError, Unavailable
 from headrace.interfaces import AdmissionPolicy
-from headrace.types import AdmissionView, Admit, Charge, Queue, Reject, TicketView
-
-_logger = structlog.get_logger(__name__)
+from headrace.types import AdmissionView, Charge, Queue, Reject, TicketView
 
 
 @dataclass(slots=True)
@@ -28,7 +24,11 @@ class _Level:
 
 
 class AdmissionGate:
-    """Judges tickets with every policy in order and keeps what admitted tickets were charged."""
+    """Judges tickets with every policy in order and keeps what admitted tickets were charged.
+
+    The policies come guarded (headrace.policy_guard.AdmissionGuard): one that raises has been replaced
+    by its fallback before the gate hears of it.
+    """
 
     def __init__(self, policies: Sequence[AdmissionPolicy] = ()) -> None:
         self._policies = tuple(policies)
@@ -36,7 +36,6 @@ class AdmissionGate:
         self._levels: dict[str, _Level] = {}
         self._lanes: dict[str, deque[Ticket]] = {}
         self._num_tickets = 0
-        self._policy_failures: dict[str, int] = {}
 
     @property
     def num_tickets(self) -> int:
@@ -53,11 +52,6 @@ class AdmissionGate:
         """Amounts of concurrency now charged, by key."""
         return self._held
 
-    @property
-    def policy_failures(self) -> Mapping[str, int]:
-        """How often each policy raised and was passed over, by name."""
-        return self._policy_failures
-
     def take(self) -> Ticket:
         """Return a new ticket; it holds nothing until it is judged."""
         self._num_tickets += 1
@@ -69,35 +63,23 @@ class AdmissionGate:
         A waiting ticket is judged only when it heads its lane, so that a lane is first come, first
         served. What the ticket was charged at an earlier stage it keeps.
         """
-        if ticket.lane is not None and self._lanes[ticket.lane][0] is not ticket:
-            self._check_deadline(ticket, now)
-            return False
+        if ticket.lane is not None:
+            if now >= ticket.wait_until:
+                raise _waited_too_long()
+            if self._lanes[ticket.lane][0] is not ticket:
+                return False
         charges: list[Charge] = []
         for policy in self._policies:
-            verdict = self._ask(policy, view, load, now)
+            verdict = policy.admit(view, load, now)
             if isinstance(verdict, Reject):
                 raise _refusal(verdict)
             if isinstance(verdict, Queue):
                 self._wait(ticket, verdict)
-                self._check_deadline(ticket, now)
                 return False
             charges.extend(verdict.charges)
         self._charge(ticket, charges, now)
         self._leave_lane(ticket)
         return True
-
-    def _ask(
-        self, policy: AdmissionPolicy, view: TicketView, load: AdmissionView, now: float
-    ) -> Admit | Queue | Reject:
-        try:
-            verdict = policy.admit(view, load, now)
-            if not isinstance(verdict, Admit | Queue | Reject):
-                raise TypeError(f"admit must return Admit, Queue or Reject, got {verdict!r}")
-        except Exception as error:
-            self._policy_failures[policy.name] = self._policy_failures.get(policy.name, 0) + 1
-            _logger.warning("admission policy failed", policy=policy.name, error=repr(error))
-            return Admit()
-        return verdict
 
     def _charge(self, ticket: Ticket, charges: Sequence[Charge], now: float) -> None:
         """Take all charges or none."""
@@ -142,14 +124,6 @@ class AdmissionGate:
             ticket.lane = verdict.lane
             ticket.wait_until = verdict.until
 
-    def _check_deadline(self, ticket: Ticket, now: float) -> None:
-        if now >= ticket.wait_until:
-            raise Unavailable(
-                "the server is overloaded: the request waited its time in the queue and no place "
-                "became free; wait and send again",
-                retry_after_seconds=1.0,
-            )
-
     def _leave_lane(self, ticket: Ticket) -> None:
         if ticket.lane is not None:
             lane = self._lanes[ticket.lane]
@@ -193,3 +167,11 @@ class Ticket:
 def _refusal(verdict: Reject) -> RequestError:
     kind = RateLimited if verdict.fault == "caller" else Unavailable
     return kind(verdict.reason, retry_after_seconds=verdict.retry_after_seconds)
+
+
+def _waited_too_long() -> Unavailable:
+    return Unavailable(
+        "the server is overloaded: the request waited its time in the queue and no place became "
+        "free; wait and send again",
+        retry_after_seconds=1.0,
+    )

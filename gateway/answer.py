@@ -14,6 +14,9 @@ import msgspec
 from headrace.gateway.accounting import RequestRecord
 from headrace.types import TokenEvent, TokenLogprobs
 
+ENDED_WELL = ("stop", "length")
+"""Every other finish reason is a failure of the call, told as an error."""
+
 
 @dataclass(frozen=True, slots=True)
 class ChoicePlace:
@@ -93,8 +96,9 @@ class Answer:
             choice = self._format.piece(place, event)
             if choice is not None:
                 chunks.append(self._chunk([choice]))
-            if event.finish_reason is not None:
-                chunks.append(self._chunk([self._format.closing(place, event.finish_reason)]))
+            if event.finish_reason in ENDED_WELL:
+                closing = self._format.closing(place, event.finish_reason)
+                chunks.append(self._chunk([closing]))
         return chunks
 
     def _chunk(self, choices: list[dict[str, Any]]) -> bytes:

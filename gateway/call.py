@@ -12,7 +12,7 @@ import msgspec
 
 from headrace.errors import InvalidRequest
 from headrace.gateway.answer import AnswerFormat
-from headrace.gateway.openai_schema import GenerationBody
+from headrace.gateway.openai_schema import GenerationBody, ServiceObjective
 from headrace.gateway.sampling import TokenRule, resolve_max_tokens
 from headrace.gateway.state import Limits
 from headrace.gateway.text_assets import ModelText
@@ -73,7 +73,7 @@ def build_requests(
     rule: TokenRule,
 ) -> tuple[GenerationRequest, ...]:
     """Return one request per prompt; each gets an id of our own, whatever ids clients send."""
-    objective = body.slo
+    objective = body.slo or ServiceObjective()
     requests: list[GenerationRequest] = []
     for index, token_ids in enumerate(prompts):
         max_tokens = resolve_max_tokens(rule, num_prompt_tokens=len(token_ids), card=card)
@@ -85,8 +85,8 @@ def build_requests(
             tenant=caller.tenant,
             priority=body.priority or 0,
             arrival_time=caller.arrival_time,
-            ttft_target_seconds=_seconds(objective and objective.ttft_ms),
-            tpot_target_seconds=_seconds(objective and objective.tpot_ms),
+            ttft_target_seconds=_seconds(objective.ttft_ms),
+            tpot_target_seconds=_seconds(objective.tpot_ms),
             cache_salt=body.cache_salt or "",
         )
         check_token_ids(request, card.vocab_size)

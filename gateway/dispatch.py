@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 
 import anyio
@@ -11,6 +11,7 @@ from headrace.gateway.admission import Ticket
 from headrace.gateway.call import Call, TargetModel
 from headrace.gateway.readiness import require_card
 from headrace.gateway.state import GatewayState
+from headrace.gateway.tasks import first_error
 from headrace.types import (
     AdmissionView,
     GenerationRequest,
@@ -20,6 +21,8 @@ from headrace.types import (
 )
 
 _ASK_AGAIN_SECONDS = 0.02
+TakeEvents = Callable[[int, list[TokenEvent]], Awaitable[None]]
+"""(index of the prompt, its news)."""
 
 
 async def find_target(state: GatewayState, model: str | None) -> TargetModel:
@@ -49,6 +52,43 @@ def admission_view(call: Call, num_body_bytes: int) -> TicketView:
     )
 
 
+async def run_requests(
+    state: GatewayState,
+    requests: Sequence[GenerationRequest],
+    accepted: Callable[[], Awaitable[None]],
+    take: TakeEvents,
+) -> None:
+    """Run the requests of one call side by side and hand their news to `take`.
+
+    `accepted` runs once, when every engine has accepted and before any news. While `take` waits, the
+    engines merge what comes next. One failure ends all: leaving a stream early aborts its request.
+    """
+    pending = len(requests)
+    all_accepted = anyio.Event()
+
+    async def run_one(index: int, request: GenerationRequest) -> None:
+        nonlocal pending
+        async with AsyncExitStack() as stack:
+            events = await open_stream(state, request, stack)
+            pending -= 1
+            if pending == 0:
+                await accepted()
+                all_accepted.set()
+            await all_accepted.wait()
+            async for news in events:
+                await take(index, news)
+
+    if len(requests) == 1:
+        await run_one(0, requests[0])
+        return
+    try:
+        async with anyio.create_task_group() as group:
+            for index, request in enumerate(requests):
+                group.start_soon(run_one, index, request)
+    except BaseExceptionGroup as errors:
+        raise first_error(errors) from None
+
+
 async def open_stream(
     state: GatewayState, request: GenerationRequest, stack: AsyncExitStack
 ) -> AsyncIterator[list[TokenEvent]]:
@@ -61,4 +101,5 @@ async def open_stream(
         prefix_hashes=request.prefix_hashes,
     )
     replica = state.router.choose(routing, state.clock.now())
+    stack.enter_context(state.router.ledger.hold(replica.id, num_tokens=routing.num_prompt_tokens))
     return await stack.enter_async_context(replica.client.stream(request))

@@ -7,8 +7,7 @@ runs, the ticket is released and the facts are told, each exactly once.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -20,9 +19,9 @@ from starlette.types import Receive, Scope, Send
 from headrace.errors import EngineFailed, RemoteError, RequestAborted, RequestError
 from headrace.gateway.accounting import RequestRecord
 from headrace.gateway.admission import Ticket
-from headrace.gateway.answer import Answer
+from headrace.gateway.answer import ENDED_WELL, Answer
 from headrace.gateway.call import Call, Caller, TargetModel
-from headrace.gateway.dispatch import admission_view, find_target, open_stream, pass_gate
+from headrace.gateway.dispatch import admission_view, find_target, pass_gate, run_requests
 from headrace.gateway.errors import JSONBytes, error_info, error_object, error_response
 from headrace.gateway.json_body import content_length, decode_body, read_body
 from headrace.gateway.middleware import request_ids
@@ -35,8 +34,6 @@ from headrace.types import TicketView, TokenEvent
 
 _logger = structlog.get_logger("headrace.gateway")
 Body = TypeVar("Body", bound=GenerationBody)
-Events = AsyncIterator[list[TokenEvent]]
-TakeEvents = Callable[[int, list[TokenEvent]], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,26 +105,21 @@ class GenerationEndpoint(Generic[Body]):
             },
             include_usage=call.include_usage,
         )
-        async with AsyncExitStack() as stack:
-            streams = [await open_stream(state, request, stack) for request in call.requests]
-            if call.stream:
-                await self._stream(record, answer, streams, send)
-            else:
-                await self._whole(record, answer, streams, send)
+        if call.stream:
+            await self._stream(record, answer, call, send)
+        else:
+            await self._whole(record, answer, call, send)
 
-    async def _whole(
-        self, record: RequestRecord, answer: Answer, streams: Sequence[Events], send: Send
-    ) -> None:
+    async def _whole(self, record: RequestRecord, answer: Answer, call: Call, send: Send) -> None:
         async def take(prompt_index: int, events: list[TokenEvent]) -> None:
-            _take(record, prompt_index, events)
+            record.take(prompt_index, events)
+            check_failed(events)
             answer.collect(prompt_index, events)
 
-        await _consume(streams, take)
+        await run_requests(self.state, call.requests, _nothing, take)
         await JSONBytes(answer.whole())({"type": "http"}, _no_receive, send)
 
-    async def _stream(
-        self, record: RequestRecord, answer: Answer, streams: Sequence[Events], send: Send
-    ) -> None:
+    async def _stream(self, record: RequestRecord, answer: Answer, call: Call, send: Send) -> None:
         config = self.state.config.gateway
         writer = SseWriter(
             send,
@@ -136,19 +128,25 @@ class GenerationEndpoint(Generic[Body]):
         )
 
         async def take(prompt_index: int, events: list[TokenEvent]) -> None:
-            _take(record, prompt_index, events)
+            record.take(prompt_index, events)
             await writer.send(answer.chunks(prompt_index, events))
+            check_failed(events)
 
-        await writer.start()
         try:
             async with anyio.create_task_group() as group:
-                group.start_soon(writer.keep_alive)
-                await _consume(streams, take)
+
+                async def accepted() -> None:
+                    await writer.start()
+                    group.start_soon(writer.keep_alive)
+
+                await run_requests(self.state, call.requests, accepted, take)
                 group.cancel_scope.cancel()
         except BaseExceptionGroup as errors:
             error = first_error(errors)
-            if isinstance(error, RequestAborted) or not isinstance(error, Exception):
+            is_reportable = isinstance(error, Exception) and not isinstance(error, RequestAborted)
+            if not (writer.started and is_reportable):
                 raise error from None
+            assert isinstance(error, Exception)
             _note_failure(record, error)
             await writer.send([msgspec.json.encode(error_object(error_info(error)))])
             await writer.end()
@@ -157,32 +155,12 @@ class GenerationEndpoint(Generic[Body]):
         await writer.end()
 
 
-async def _consume(streams: Sequence[Events], take: TakeEvents) -> None:
-    """Hand the news of all streams to `take`; while it waits, engines merge what comes next."""
-    if len(streams) == 1:
-        await _consume_one(0, streams[0], take)
-        return
-    try:
-        async with anyio.create_task_group() as group:
-            for index, stream in enumerate(streams):
-                group.start_soon(_consume_one, index, stream, take)
-    except BaseExceptionGroup as errors:
-        raise first_error(errors) from None
-
-
-async def _consume_one(index: int, stream: Events, take: TakeEvents) -> None:
-    async for events in stream:
-        await take(index, events)
-
-
-def _take(record: RequestRecord, prompt_index: int, events: Sequence[TokenEvent]) -> None:
-    """Note the news; raise where a choice did not end well, because then the call has failed."""
-    for event in events:
-        record.take(prompt_index, event)
+def check_failed(events: Sequence[TokenEvent]) -> None:
+    """Raise where a choice did not end well, because then the call has failed."""
     for event in events:
         if event.error is not None:
             raise RemoteError(event.error)
-        if event.finish_reason in ("error", "abort"):
+        if event.finish_reason is not None and event.finish_reason not in ENDED_WELL:
             raise EngineFailed(f"the engine ended the request early ({event.finish_reason})")
 
 
@@ -191,6 +169,10 @@ def _note_failure(record: RequestRecord, error: Exception) -> None:
     record.status, record.error_code = info.http_status, info.code
     if not isinstance(error, RequestError):
         _logger.error("request failed", request_id=record.request_id, exc_info=error)
+
+
+async def _nothing() -> None:
+    pass
 
 
 async def _no_receive() -> Any:

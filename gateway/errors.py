@@ -25,6 +25,7 @@ _TYPES = {
     499: "request_aborted",
     503: "service_unavailable_error",
 }
+_DEFAULT_RETRY_AFTER_SECONDS = 1.0
 _INTERNAL = ErrorInfo(
     code="internal_error",
     message="the server failed while handling this request; its log has the details",
@@ -67,8 +68,11 @@ def error_response(error: BaseException) -> Response:
     info = error_info(error)
     extra = error.extra if isinstance(error, NotReady) else None
     headers = {}
-    if info.retry_after_seconds is not None:
-        headers["retry-after"] = str(max(1, math.ceil(info.retry_after_seconds)))
+    seconds = info.retry_after_seconds
+    if seconds is None and info.http_status in (429, 503):
+        seconds = _DEFAULT_RETRY_AFTER_SECONDS
+    if seconds is not None:
+        headers["retry-after"] = str(max(1, math.ceil(seconds)))
     return JSONBytes(error_object(info, extra), status_code=info.http_status, headers=headers)
 
 

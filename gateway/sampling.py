@@ -7,6 +7,7 @@ context next to the prompt, what is left open is cut to the room there is.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 MAX_PRIORITY = 2**31 - 1
 MAX_STOP_CHARACTERS = 4096
 
+_TOKEN_KEY = re.compile(r"-?[0-9]{1,19}")
 _FLOATS = (
     "temperature",
     "top_p",
@@ -71,9 +73,10 @@ def build_sampling(
 def _logit_bias(given: dict[str, Any] | None) -> dict[int, float]:
     biases: dict[int, float] = {}
     for key, value in (given or {}).items():
-        if not key.removeprefix("-").isascii() or not key.removeprefix("-").isdigit():
+        if not _TOKEN_KEY.fullmatch(key):
             raise InvalidRequest(
-                f"logit_bias: keys must be token ids as decimal strings, got '{key[:60]}'",
+                "logit_bias: keys must be token ids as decimal strings of at most 19 digits, "
+                f"got '{key[:60]}'",
                 param="logit_bias",
             )
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -81,7 +84,7 @@ def _logit_bias(given: dict[str, Any] | None) -> dict[int, float]:
                 f"logit_bias: the bias of token {key[:60]} must be a number between -100 and 100",
                 param="logit_bias",
             )
-        if len(key) > 20 or not -100 <= value <= 100 or not math.isfinite(value):
+        if not -100 <= value <= 100:
             raise InvalidRequest(
                 f"logit_bias: the bias of token {key[:60]} must be between -100 and 100, "
                 f"got {value:g}",

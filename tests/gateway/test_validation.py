@@ -1,0 +1,473 @@
+"""What a body may say: every refusal is a 400 that names the field, and nothing reaches the engine."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from headrace.testing.fake_client import FakeClient, fake_card
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+USER = [{"role": "user", "content": "hi"}]
+BASE: dict[str, dict[str, Any]] = {CHAT: {"messages": USER}, COMPLETIONS: {"prompt": "hi"}}
+VOCAB = fake_card().vocab_size
+
+
+def refused(client: TestClient, path: str, raw: str | bytes, param: str | None) -> dict[str, Any]:
+    """Send a raw body, check the whole error object, and that a plain request still works."""
+    response = client.post(path, content=raw)
+    assert response.status_code == 400, response.text
+    error = json.loads(response.content)["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["code"] and error["message"]
+    assert error["param"] == param, error
+    assert client.post(path, json=BASE[path]).status_code == 200
+    found: dict[str, Any] = error
+    return found
+
+
+def with_field(path: str, name: str, raw_value: str) -> str:
+    base = json.dumps(BASE[path])
+    return f'{base[:-1]}, "{name}": {raw_value}}}'
+
+
+FLOATS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("name", FLOATS)
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999", '"NaN"', "true", "[]"])
+def test_numbers_that_are_none(client: TestClient, path: str, name: str, value: str) -> None:
+    is_json = value not in ("NaN", "Infinity", "-Infinity")
+    error = refused(client, path, with_field(path, name, value), name if is_json else None)
+    assert is_json == (name in error["message"])
+
+
+@pytest.mark.parametrize("value", ["NaN", "1e999", '"NaN"', "null", "true", "1e400", "101", "-1e9"])
+def test_logit_bias_values(client: TestClient, value: str) -> None:
+    param = None if value == "NaN" else "logit_bias"
+    body = with_field(CHAT, "logit_bias", f'{{"5": {value}}}')
+    if value in ("1e999", "1e400"):  # refused while parsing, where a key inside a map has no name
+        param = "logit_bias"
+    refused(client, CHAT, body, param)
+
+
+@pytest.mark.parametrize(
+    "key", ["191222", "-1", "AI", "5.0", "", " 5", "0x5", "٣", "9" * 30, "9" * 5000, "--5", "-"]
+)
+def test_logit_bias_keys(client: TestClient, key: str) -> None:
+    error = refused(client, CHAT, json.dumps({**BASE[CHAT], "logit_bias": {key: 5}}), "logit_bias")
+    assert len(error["message"]) < 300
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "param", "words"),
+    [
+        ("temperature", -1, "temperature", ["-1", "between 0 and"]),
+        ("temperature", 1e7, "temperature", ["1e+06"]),
+        ("top_p", 1.0001, "top_p", ["between 0 and 1", "1.0001"]),
+        ("top_p", -0.1, "top_p", ["-0.1"]),
+        ("min_p", 2, "min_p", ["2"]),
+        ("presence_penalty", 2.5, "presence_penalty", ["-2 and 2"]),
+        ("frequency_penalty", -3, "frequency_penalty", ["-3"]),
+        ("repetition_penalty", 0, "repetition_penalty", ["above 0"]),
+        ("top_k", -2, "top_k", ["-2"]),
+        ("top_k", 1.5, "top_k", ["whole number", "1.5"]),
+        ("n", 0, "n", ["0"]),
+        ("n", -1, "n", ["-1"]),
+        ("n", 129, "n", ["128", "129"]),
+        ("n", 10**12, "n", ["128"]),
+        ("seed", 2**64, "seed", ["64 bits"]),
+        ("seed", 1.5, "seed", ["whole"]),
+        ("min_tokens", -1, "min_tokens", ["-1"]),
+        ("min_tokens", 10**9, "min_tokens", ["max_tokens"]),
+        ("max_tokens", -1, "max_tokens", ["-1", "at least 1"]),
+        ("max_tokens", 0, "max_tokens", ["at least 1"]),
+        ("stop", "", "stop", ["empty"]),
+        ("stop", [""], "stop", ["empty"]),
+        ("stop", ["", "END"], "stop", ["empty"]),
+        ("stop", ["x"] * 17, "stop", ["16", "17"]),
+        ("stop", "x" * 5000, "stop", ["4096", "5000"]),
+        ("stop", [1], "stop[0]", ["string", "1"]),
+        ("stop_token_ids", [VOCAB + 5], "stop_token_ids", [str(VOCAB + 5)]),
+        ("stop_token_ids", [-1], "stop_token_ids", ["-1"]),
+        ("stop_token_ids", ["a"], "stop_token_ids[0]", ["whole number"]),
+        ("stream_options", {"include_usage": True}, "stream_options", ["stream"]),
+        ("stream_options", {}, "stream_options", ["stream"]),
+        ("stream", "yes", "stream", ["true or false", '"yes"']),
+        ("priority", 2**40, "priority", [str(2**40)]),
+        ("slo", {"ttft_ms": 0}, "slo.ttft_ms", ["above 0"]),
+        ("slo", {"tpot_ms": -5}, "slo.tpot_ms", ["-5"]),
+        ("slo", 5, "slo", ["object"]),
+        ("cache_salt", 5, "cache_salt", ["string"]),
+        ("response_format", {"type": "json_object"}, "response_format", ["text"]),
+        ("response_format", {"type": "foo"}, "response_format", ["text"]),
+        ("response_format", "text", "response_format", ["text"]),
+        ("structured_outputs", {"regex": "a"}, "structured_outputs", ["not supported"]),
+        ("guided_json", {}, "guided_json", ["not supported"]),
+        ("model", 5, "model", ["string", "5"]),
+    ],
+)
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_refused_on_both(
+    client: TestClient, path: str, name: str, value: object, param: str, words: list[str]
+) -> None:
+    error = refused(client, path, json.dumps({**BASE[path], name: value}), param)
+    for word in words:
+        assert word in error["message"], error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+        ({"top_logprobs": 1_000_000, "logprobs": True}, "top_logprobs"),
+        ({"top_logprobs": -1, "logprobs": True}, "top_logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"top_logprobs": 2, "logprobs": False}, "top_logprobs"),
+        ({"logprobs": 5}, "logprobs"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"max_completion_tokens": -1}, "max_completion_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": 5}, "chat_template_kwargs"),
+        ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
+        ({"continue_final_message": True}, "continue_final_message"),
+    ],
+)
+def test_refused_on_chat(client: TestClient, fields: dict[str, Any], param: str) -> None:
+    refused(client, CHAT, json.dumps({**BASE[CHAT], **fields}), param)
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        (None, "messages"),
+        ([], "messages"),
+        ("hi", "messages"),
+        ([{}], "messages[0].role"),
+        ([5], "messages[0]"),
+        ([{"role": "user"}], "messages[0].content"),
+        ([{"role": "user", "content": None}], "messages[0].content"),
+        ([*USER, {"role": "assistant", "content": None}], "messages[1].content"),
+        ([*USER, {"role": "assistant", "tool_calls": []}], "messages[1].content"),
+        ([*USER, {"role": "wizard", "content": "x"}], "messages[1].role"),
+        ([*USER, {"role": 5, "content": "x"}], "messages[1].role"),
+        ([{"role": "user", "content": []}], "messages[0].content"),
+        ([{"role": "user", "content": [{}]}], "messages[0].content[0].type"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+            "messages[0].content[0].type",
+        ),
+        (
+            [*USER, {"role": "assistant", "tool_calls": [{"function": "f"}]}],
+            "messages[1].tool_calls[0]",
+        ),
+    ],
+)
+def test_bad_messages_are_named_by_index(client: TestClient, messages: object, param: str) -> None:
+    refused(client, CHAT, json.dumps({"messages": messages}), param)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": None}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": [[]]}, "prompt[0]"),
+        ({"prompt": ["a", 5]}, "prompt"),
+        ({"prompt": ["a", [5]]}, "prompt"),
+        ({"prompt": [1.5]}, "prompt[0]"),
+        ({"prompt": [None]}, "prompt[0]"),
+        ({"prompt": {"text": "a"}}, "prompt"),
+        ({"prompt": [VOCAB]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [10**30]}, "prompt"),
+        ({"prompt": [[1], [10**6]]}, "prompt"),
+        ({"prompt": ["a"] * 129}, "prompt"),
+        ({"prompt": ["a"] * 100, "n": 3}, "n"),
+        ({"logprobs": 6}, "logprobs"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"best_of": 2}, "best_of"),
+        ({"best_of": 1, "n": 2}, "best_of"),
+        ({"suffix": "end"}, "suffix"),
+        ({"max_tokens": 0, "echo": True}, "max_tokens"),
+        ({"max_tokens": 0, "logprobs": 1}, "max_tokens"),
+        ({"echo": "yes"}, "echo"),
+    ],
+)
+def test_refused_on_completions(client: TestClient, fields: dict[str, Any], param: str) -> None:
+    refused(client, COMPLETIONS, json.dumps({**BASE[COMPLETIONS], **fields}), param)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"x"',
+        b"{} {}",
+        b"\xff\xfe",
+        b'{"a": NaN}',
+        b'{"messages": [{"role": "user", "content": "\xff"}], "prompt": "\xff"}',
+        b'{"messages": [{"role": "user", "content": "\\ud800"}], "prompt": "\\ud800"}',
+        b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"chat_template_kwargs": ' + b'{"a":' * 100 + b"1" + b"}" * 100 + b', "prompt": []}',
+    ],
+)
+def test_bodies_that_are_no_request(client: TestClient, path: str, raw: bytes) -> None:
+    response = client.post(path, content=raw)
+    assert response.status_code == 400, response.text
+    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+OPTIONAL = {
+    CHAT: (
+        "model max_tokens max_completion_tokens temperature top_p n stop seed presence_penalty "
+        "frequency_penalty logit_bias stream stream_options top_k min_p repetition_penalty "
+        "min_tokens stop_token_ids ignore_eos priority cache_salt slo response_format logprobs "
+        "top_logprobs tools functions tool_choice function_call add_generation_prompt "
+        "continue_final_message chat_template_kwargs chat_template user metadata store"
+    ).split(),
+    COMPLETIONS: (
+        "model max_tokens temperature top_p n stop seed presence_penalty frequency_penalty "
+        "logit_bias stream stream_options top_k min_p repetition_penalty min_tokens "
+        "stop_token_ids ignore_eos priority cache_salt slo response_format echo logprobs best_of "
+        "suffix user"
+    ).split(),
+}
+
+
+def answer_of(client: TestClient, path: str, body: dict[str, Any]) -> object:
+    response = client.post(path, json=body)
+    assert response.status_code == 200, response.text
+    answer = response.json()
+    return answer["choices"], answer["usage"], answer["model"]
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_null_is_the_same_as_absent(client: TestClient, engine: FakeClient, path: str) -> None:
+    plain = answer_of(client, path, BASE[path])
+    sampling = engine.requests[-1].sampling
+    for names in [*([name] for name in OPTIONAL[path]), OPTIONAL[path]]:
+        assert answer_of(client, path, {**BASE[path], **dict.fromkeys(names)}) == plain, names
+        assert engine.requests[-1].sampling == sampling
+    objective = {"ttft_ms": None, "tpot_ms": None}
+    nested = {"slo": objective, "stream_options": {"include_usage": None}, "stream": True}
+    assert client.post(path, json={**BASE[path], **nested}).status_code == 200
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_null_beside_a_prompt_that_is_too_long(client: TestClient, path: str) -> None:
+    long = "x" * 300
+    body = {"messages": [{"role": "user", "content": long}]} if path == CHAT else {"prompt": long}
+    nulls = dict.fromkeys(OPTIONAL[path])
+    response = client.post(path, json={**body, **nulls})
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_unknown_fields_change_nothing(client: TestClient, engine: FakeClient, path: str) -> None:
+    plain = answer_of(client, path, BASE[path])
+    request = engine.requests[-1]
+    extras: dict[str, Any] = {
+        "store": True,
+        "metadata": {"a": [1, {"b": None}]},
+        "user": "someone",
+        "service_tier": "auto",
+        "parallel_tool_calls": True,
+        "tools": [],
+        "functions": [],
+        "tool_choice": "auto",
+        "response_format": {"type": "text"},
+        "request_id": "mine",
+        "no_such_field": [1, 2, 3],
+        "stop": [],
+        "logit_bias": {},
+        "suffix": "",
+        "top_logprobs": 0,
+    }
+    assert answer_of(client, path, {**BASE[path], **extras}) == plain
+    assert engine.requests[-1].sampling == request.sampling
+    assert engine.requests[-1].request_id != "mine"
+
+
+def test_unknown_message_fields_change_nothing(client: TestClient, engine: FakeClient) -> None:
+    plain = answer_of(client, CHAT, BASE[CHAT])
+    extras = {"name": "bob", "id": "msg_1", "refusal": None, "annotations": [], "audio": None}
+    messages = [{**USER[0], **extras}]
+    assert answer_of(client, CHAT, {"messages": messages}) == plain
+    assert engine.requests[0].prompt_token_ids == engine.requests[1].prompt_token_ids
+
+
+def prompt_text(engine: FakeClient) -> str:
+    return engine.tokenizer.decode(engine.requests[-1].prompt_token_ids, skip_special=False)
+
+
+def test_messages_become_the_templates_prompt(client: TestClient, engine: FakeClient) -> None:
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "42"},
+    ]
+    assert client.post(CHAT, json={"messages": messages}).status_code == 200
+    assert prompt_text(engine) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\na\nb<|im_end|>\n"
+        "<|im_start|>assistant\n<|im_end|>\n<|im_start|>tool\n42<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_system_only_is_no_server_error(client: TestClient) -> None:
+    system = [{"role": "system", "content": "x"}]
+    assert client.post(CHAT, json={"messages": system}).status_code == 200
+
+
+@pytest.mark.parametrize("content", ["To be ", [{"type": "text", "text": "To be "}]])
+def test_continuing_the_last_message(
+    client: TestClient, engine: FakeClient, content: object
+) -> None:
+    messages = [*USER, {"role": "assistant", "content": content}]
+    body = {"messages": messages, "continue_final_message": True}
+    for flag in (None, False):
+        answer = client.post(CHAT, json={**body, "add_generation_prompt": flag}).json()
+        assert prompt_text(engine).endswith("<|im_start|>assistant\nTo be ")
+        assert answer["choices"][0]["message"]["content"] == "Hello world"
+    body["add_generation_prompt"] = False
+    body["continue_final_message"] = False
+    client.post(CHAT, json=body)
+    assert prompt_text(engine).endswith("To be <|im_end|>\n")
+
+
+class TestRoom:
+    """max_tokens against the context of 256: explicit excess is refused, what is open is cut."""
+
+    @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+    def test_explicit(self, client: TestClient, engine: FakeClient, path: str) -> None:
+        prompt = len(self.tokens(client, engine, path))
+        room = 256 - prompt
+        for asked in (1, room):
+            assert client.post(path, json={**BASE[path], "max_tokens": asked}).status_code == 200
+            assert engine.requests[-1].sampling.max_tokens == asked
+        for asked in (room + 1, 10**9, 10**30):
+            error = refused(
+                client, path, json.dumps({**BASE[path], "max_tokens": asked}), "max_tokens"
+            )
+            assert error["code"] == "context_length_exceeded"
+            for number in (asked, prompt, 256, room):
+                assert str(number) in error["message"]
+
+    def tokens(self, client: TestClient, engine: FakeClient, path: str) -> list[int]:
+        client.post(path, json=BASE[path])
+        return engine.requests[-1].prompt_token_ids
+
+    def test_left_out(self, client: TestClient, engine: FakeClient) -> None:
+        prompt = self.tokens(client, engine, CHAT)
+        assert engine.requests[-1].sampling.max_tokens == 256 - len(prompt)
+        self.tokens(client, engine, COMPLETIONS)
+        assert engine.requests[-1].sampling.max_tokens == 16
+        client.post(COMPLETIONS, json={"prompt": [5] * 250})
+        assert engine.requests[-1].sampling.max_tokens == 6
+
+    @pytest.mark.parametrize("length", [255, 256, 257])
+    def test_a_prompt_at_the_edge(
+        self, client: TestClient, engine: FakeClient, length: int
+    ) -> None:
+        response = client.post(COMPLETIONS, json={"prompt": [5] * length})
+        if length < 256:
+            assert response.status_code == 200
+            assert engine.requests[-1].sampling.max_tokens == 1
+        else:
+            error = response.json()["error"]
+            assert response.status_code == 400
+            assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+            assert f"{length} tokens" in error["message"] and "256" in error["message"]
+            assert f"by {length - 255} tokens" in error["message"]
+
+    def test_a_long_prompt_is_a_true_400_on_streams_too(self, client: TestClient) -> None:
+        response = client.post(COMPLETIONS, json={"prompt": [5] * 300, "stream": True})
+        assert response.status_code == 400
+        assert response.headers["content-type"] == "application/json"
+
+    def test_the_newer_name_wins(self, client: TestClient, engine: FakeClient) -> None:
+        for fields in ({"max_completion_tokens": 5}, {"max_completion_tokens": 5, "max_tokens": 9}):
+            client.post(CHAT, json={**BASE[CHAT], **fields})
+            assert engine.requests[-1].sampling.max_tokens == 5
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_every_field_reaches_the_engine(client: TestClient, engine: FakeClient, path: str) -> None:
+    body = {
+        **BASE[path],
+        "temperature": 0.5,
+        "top_p": 0,
+        "top_k": 7,
+        "min_p": 0.25,
+        "presence_penalty": 1,
+        "frequency_penalty": -1,
+        "repetition_penalty": 1.5,
+        "logit_bias": {"5": -100, "0": 1.5},
+        "stop": "END",
+        "stop_token_ids": [3, 3],
+        "seed": 2**63,
+        "min_tokens": 1,
+        "max_tokens": 9,
+        "n": 2,
+        "ignore_eos": True,
+        "priority": -3,
+        "cache_salt": "salt",
+        "slo": {"ttft_ms": 500, "tpot_ms": 50.5},
+    }
+    assert client.post(path, json=body).status_code == 200
+    request = engine.requests[-1]
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.0, 7)
+    assert (sampling.min_p, sampling.repetition_penalty) == (0.25, 1.5)
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (1.0, -1.0)
+    assert sampling.logit_bias == {5: -100.0, 0: 1.5}
+    assert (sampling.stop, sampling.stop_token_ids) == (("END",), (3,))
+    assert (sampling.seed, sampling.n, sampling.ignore_eos) == (2**63, 2, True)
+    assert (sampling.min_tokens, sampling.max_tokens) == (1, 9)
+    assert (request.priority, request.cache_salt) == (-3, "salt")
+    assert (request.ttft_target_seconds, request.tpot_target_seconds) == (0.5, 0.0505)
+
+
+@pytest.mark.parametrize(("given", "means"), [(0, 0), (-1, -1), (1, 1), (VOCAB, 0), (10**30, 0)])
+def test_top_k_off(client: TestClient, engine: FakeClient, given: int, means: int) -> None:
+    assert client.post(CHAT, json={**BASE[CHAT], "top_k": given}).status_code == 200
+    assert engine.requests[-1].sampling.top_k == means
+
+
+def test_a_body_that_is_too_large(client: TestClient) -> None:
+    response = client.post(CHAT, content=b" " * ((16 << 20) + 1))
+    assert response.status_code == 413
+    assert response.json()["error"]["code"] == "body_too_large"
