@@ -260,6 +260,8 @@ async def _wait_exit(process: subprocess.Popen[bytes], seconds: float) -> bool:
 
 
 async def _end(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    await _wait_exit(process, 5.0)
+    """Kill the process and its session; one that is reaped already has a number that may be another's."""
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await _wait_exit(process, 5.0)

@@ -120,7 +120,7 @@ class ThreadEngine(StreamingClient):
         self._event_loop: asyncio.AbstractEventLoop | None = None
 
     async def start(self) -> None:
-        if self._event_loop is None:
+        if self._event_loop is None and self.state != "stopped":
             self._event_loop = asyncio.get_running_loop()
             name = f"engine {self._id}"
             threading.Thread(target=self._run, name=name, daemon=True).start()
@@ -148,7 +148,7 @@ class ThreadEngine(StreamingClient):
             engine = built.engine
             loop = self._engine_loop = EngineLoop(engine, self._emit)
             self._report("ready", 1.0)
-            self._emit(Ready(built.card))
+            loop.announce(built.card)
             loop.run()
         except Exception as error:
             if not self._stopping.is_set():
@@ -243,7 +243,7 @@ class ProcessEngine(StreamingClient):
         return None if self._child is None else self._child.pid
 
     async def start(self) -> None:
-        if self._supervisor is None:
+        if self._supervisor is None and self.state != "stopped":
             self._supervisor = asyncio.get_running_loop().create_task(self._supervise())
         await self._wait_settled()
 

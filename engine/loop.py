@@ -19,6 +19,8 @@ from headrace.types import (
     EngineStats,
     FromEngine,
     GenerationRequest,
+    ModelCard,
+    Ready,
     Refused,
     StepEvents,
     Stop,
@@ -59,7 +61,7 @@ class EngineLoop:
         self._emit = emit
         self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
         self._live: dict[str, set[int]] = {}  # request id -> its choices that have not ended
-        self._must_report = True
+        self._must_report = False
         self._reported = EngineStats()
         self._nothing_ran = False
         self._last_step_failed = False
@@ -68,6 +70,11 @@ class EngineLoop:
     def post(self, frame: ToEngine) -> None:
         """Hand over a message; it takes effect before the next step. Never blocks."""
         self._inbox.put(frame)
+
+    def announce(self, card: ModelCard) -> None:
+        """Say that the engine is ready, with its first numbers. Call before `run`."""
+        self._report([])
+        self._emit(Ready(card))
 
     def run(self) -> None:
         """Run until Stop. Raises what the engine raised where it cannot go on."""

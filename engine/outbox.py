@@ -18,6 +18,7 @@ from headrace.types import (
     Failed,
     FromEngine,
     Progress,
+    Ready,
     StepEvents,
     TokenEvent,
     TokenLogprobs,
@@ -98,7 +99,7 @@ class Outbox:
         self._progress: Progress | None = None
         self._events = EventBuffer()
         self._stats: EngineStats | None = None
-        self._failed: Failed | None = None
+        self._milestones: list[Ready | Failed] = []
         self._step_seconds = 0.0
         self._closed = False
 
@@ -113,8 +114,8 @@ class Outbox:
                 self._step_seconds += frame.step_seconds
             elif isinstance(frame, Progress):
                 self._progress = frame
-            elif isinstance(frame, Failed):
-                self._failed = frame
+            elif isinstance(frame, Ready | Failed):
+                self._milestones.append(frame)
             else:
                 if isinstance(frame, Accepted):
                     self._events.drop(frame.request_id)  # of an aborted request with the same id
@@ -126,7 +127,7 @@ class Outbox:
         """Return all that waits, waiting up to `timeout` seconds for something (None: until closed).
 
         Answers to submissions come before events, so that a request's Accepted always precedes its
-        events; Failed comes last.
+        events. Ready and Failed come last: whoever reads them has read everything before.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._has_frames() or self._closed, timeout)
@@ -136,10 +137,10 @@ class Outbox:
             taken += self._frames
             if self._stats is not None:
                 taken.append(StepEvents(self._events.take(), self._stats, self._step_seconds))
-            if self._failed is not None:
-                taken.append(self._failed)
+            taken += self._milestones
             self._frames.clear()
-            self._progress = self._stats = self._failed = None
+            self._milestones.clear()
+            self._progress = self._stats = None
             self._step_seconds = 0.0
             return taken
 
@@ -150,5 +151,5 @@ class Outbox:
             self._changed.notify_all()
 
     def _has_frames(self) -> bool:
-        waiting = (self._progress, self._stats, self._failed)
-        return bool(self._frames) or any(frame is not None for frame in waiting)
+        is_news = self._progress is not None or self._stats is not None
+        return is_news or bool(self._frames or self._milestones)

@@ -15,7 +15,6 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any, Protocol
@@ -25,8 +24,8 @@ from headrace.engine.ipc import FrameSocket
 from headrace.engine.loop import EngineLoop, SteppedEngine
 from headrace.engine.outbox import Outbox
 from headrace.errors import EngineFailed, HeadraceError
-from headrace.logs import configure_logging
-from headrace.types import Failed, Progress, Ready, StartEngine, Stop
+from headrace.logs import configure_logging, get_logger
+from headrace.types import Failed, Progress, StartEngine, Stop
 
 _STOP_SECONDS = 0.8
 _ORPHAN_SECONDS = 0.5
@@ -69,12 +68,12 @@ class Worker:
             built = self._build(start.config, report=self._report)
             engine = built.engine
             self._loop = EngineLoop(engine, self._outbox.put)
-            self._outbox.put(Ready(built.card))
+            self._loop.announce(built.card)
             self._loop.run()
             return 0
         except Exception as error:
             if not isinstance(error, HeadraceError):
-                traceback.print_exc()
+                _log().error("engine failed", exc_info=error)
             self._outbox.put(Failed(failure_text(error)))
             return 1
         finally:
@@ -104,8 +103,8 @@ class Worker:
                     break
                 if self._loop is not None:
                     self._loop.post(frame)
-        except (EngineFailed, OSError):
-            traceback.print_exc()
+        except (EngineFailed, OSError) as error:
+            _log().error("engine cannot read its socket", exc_info=error)
         main_thread = threading.main_thread().ident
         assert main_thread is not None
         signal.pthread_kill(main_thread, signal.SIGTERM)
@@ -121,9 +120,13 @@ class Worker:
                     self._frames.send(frame)
         except OSError:
             return  # the parent is gone: the reader knows
-        except Exception:
-            traceback.print_exc()
+        except Exception as error:
+            _log().error("engine cannot send a frame", exc_info=error)
             os._exit(1)  # a frame that cannot be sent: its request would wait for ever
+
+
+def _log() -> Any:
+    return get_logger("headrace.worker")
 
 
 def die_with_parent() -> None:
@@ -143,7 +146,7 @@ def main(arguments: Sequence[str] | None = None, *, build: Build | None = None) 
     try:
         connection.connect(path)
     except OSError as error:
-        print(f"cannot connect to {path}: {error}", file=sys.stderr)  # noqa: T201
+        sys.stderr.write(f"cannot connect to {path}: {error}\n")
         return 1
     with contextlib.closing(connection):
         return Worker(FrameSocket(connection), build or _build_configured).run()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import pathlib
 import signal
@@ -12,7 +11,6 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import psutil
@@ -22,14 +20,12 @@ import structlog
 from headrace.engine.child import ChildProcess
 from headrace.engine.client import ProcessEngine, RestartRule
 from headrace.errors import EngineFailed, Unavailable
+from headrace.testing.driving import collect, plain_request, run_bounded, started, until
 from headrace.testing.fake_worker import FAKE_WORKER
 from headrace.types import (
-    GenerationRequest,
     Ready,
-    SamplingParams,
     StartEngine,
     Stop,
-    TokenEvent,
 )
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="engine processes need Unix sockets")
@@ -46,50 +42,13 @@ def nothing_left_behind(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch)
         assert "fake_worker" not in " ".join(child.cmdline()), child
 
 
-def request(name: str = "r", max_tokens: int = 3) -> GenerationRequest:
-    return GenerationRequest(
-        request_id=name,
-        model="m",
-        prompt_token_ids=[1],
-        sampling=SamplingParams(max_tokens=max_tokens),
-    )
-
-
 def engine(restarts: RestartRule = IMPATIENT, **config: Any) -> ProcessEngine:
     return ProcessEngine("m-0", config, command=FAKE_WORKER, restarts=restarts)
 
 
-@contextlib.asynccontextmanager
-async def started(client: ProcessEngine) -> AsyncIterator[ProcessEngine]:
-    try:
-        await client.start()
-        yield client
-    finally:
-        await client.close()
-
-
-def run(main: Coroutine[Any, Any, None]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(30):
-            await main
-
-    asyncio.run(bounded())
-
-
-async def until(condition: Callable[[], object], seconds: float = 10) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
-
-
-async def collect(client: ProcessEngine, wanted: GenerationRequest) -> list[TokenEvent]:
-    async with client.stream(wanted) as events:
-        return [event async for some in events for event in some]
-
-
 def is_alive(pid: int) -> bool:
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 
@@ -105,7 +64,7 @@ def test_killing_the_engine_under_load_fails_its_requests_and_starts_it_again(
             first = client.pid
             assert first is not None
             running = [
-                asyncio.create_task(collect(client, request(f"r{i}", max_tokens=100_000)))
+                asyncio.create_task(collect(client, plain_request(f"r{i}", max_tokens=100_000)))
                 for i in range(8)
             ]
             await until(lambda: client.stats.num_running == 4 and client.stats.num_waiting == 4)
@@ -118,14 +77,14 @@ def test_killing_the_engine_under_load_fails_its_requests_and_starts_it_again(
             assert client.state == "starting"
             assert client.stats.num_running == client.stats.num_waiting == 0
             with pytest.raises(Unavailable, match="is starting"):
-                await collect(client, request())
+                await collect(client, plain_request())
 
             await until(lambda: client.state == "ready")
             assert client.pid != first and client.restarts_total == 1 and client.failure is None
-            assert len(await collect(client, request())) > 0
+            assert len(await collect(client, plain_request())) > 0
             assert client.stats.generation_tokens_total > 4
 
-    run(main())
+    run_bounded(main())
 
 
 def test_an_engine_whose_step_hangs_can_still_be_closed_and_killed() -> None:
@@ -134,7 +93,7 @@ def test_an_engine_whose_step_hangs_can_still_be_closed_and_killed() -> None:
         await client.start()
         pid = client.pid
         assert pid is not None
-        task = asyncio.create_task(collect(client, request()))
+        task = asyncio.create_task(collect(client, plain_request()))
         await asyncio.sleep(0.1)
         async with asyncio.timeout(2.5):
             await client.close()
@@ -142,7 +101,7 @@ def test_an_engine_whose_step_hangs_can_still_be_closed_and_killed() -> None:
         with pytest.raises(EngineFailed):
             await task
 
-    run(main())
+    run_bounded(main())
 
 
 def test_an_engine_that_is_stopped_and_deaf_is_killed_on_close() -> None:
@@ -156,7 +115,7 @@ def test_an_engine_that_is_stopped_and_deaf_is_killed_on_close() -> None:
             await client.close()
         assert not is_alive(pid)
 
-    run(main())
+    run_bounded(main())
 
 
 def test_an_idle_engine_leaves_of_its_own_accord_when_told_to_stop() -> None:
@@ -173,7 +132,7 @@ def test_an_idle_engine_leaves_of_its_own_accord_when_told_to_stop() -> None:
         finally:
             await child.close()
 
-    run(main())
+    run_bounded(main())
 
 
 def test_closing_an_idle_engine_is_silent_and_quick() -> None:
@@ -185,7 +144,7 @@ def test_closing_an_idle_engine_is_silent_and_quick() -> None:
                 await client.close()
         assert logs == [] and client.pid is None
 
-    run(main())
+    run_bounded(main())
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="uvloop has no build for it")
@@ -195,10 +154,10 @@ def test_it_works_on_uvloop_as_on_asyncio() -> None:
     async def main() -> None:
         async with asyncio.timeout(30), started(engine()) as client:
             assert client.pid is not None
-            assert len(await collect(client, request(max_tokens=1))) == 1
+            assert len(await collect(client, plain_request(max_tokens=1))) == 1
             os.kill(client.pid, signal.SIGKILL)
             await until(lambda: client.restarts_total == 1 and client.state == "ready")
-            assert len(await collect(client, request(max_tokens=1))) == 1
+            assert len(await collect(client, plain_request(max_tokens=1))) == 1
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(main())
@@ -210,7 +169,7 @@ def test_sigterm_ends_an_engine_cleanly_and_ctrl_c_does_not_reach_it() -> None:
             first = client.pid
             assert first is not None
             os.kill(first, signal.SIGINT)
-            assert len(await collect(client, request())) > 0
+            assert len(await collect(client, plain_request())) > 0
             assert client.pid == first
             with structlog.testing.capture_logs() as logs:
                 os.kill(first, signal.SIGTERM)
@@ -219,7 +178,7 @@ def test_sigterm_ends_an_engine_cleanly_and_ctrl_c_does_not_reach_it() -> None:
             assert "exited with code 0" in died["reason"]
             await until(lambda: client.state == "ready")
 
-    run(main())
+    run_bounded(main())
 
 
 @pytest.mark.parametrize(
@@ -300,10 +259,10 @@ def test_a_model_that_cannot_be_served_is_said_once_and_not_tried_again() -> Non
         assert client.state == "failed" and client.failure == "model: '/x' is not a file"
         assert client.restarts_total == 0 and client.pid is None
         with pytest.raises(Unavailable, match="has failed"):
-            await collect(client, request())
+            await collect(client, plain_request())
         await client.close()
 
-    run(main())
+    run_bounded(main())
 
 
 def test_an_engine_that_dies_at_every_start_is_given_up_with_its_last_words() -> None:
@@ -315,7 +274,7 @@ def test_an_engine_that_dies_at_every_start_is_given_up_with_its_last_words() ->
         assert client.state == "failed"
         await client.close()
 
-    run(main())
+    run_bounded(main())
 
 
 def test_a_command_that_does_not_exist_is_given_up() -> None:
@@ -325,7 +284,7 @@ def test_a_command_that_does_not_exist_is_given_up() -> None:
             await client.start()
         await client.close()
 
-    run(main())
+    run_bounded(main())
 
 
 def test_an_engine_that_cannot_start_again_has_failed_after_some_tries(
@@ -342,7 +301,7 @@ def test_an_engine_that_cannot_start_again_has_failed_after_some_tries(
             assert client.failure is not None and "exited with code 3" in client.failure
             assert client.restarts_total == IMPATIENT.max_failed_starts
 
-    run(main())
+    run_bounded(main())
 
 
 def test_progress_is_seen_while_it_starts_and_closing_stops_a_load() -> None:
@@ -351,7 +310,7 @@ def test_progress_is_seen_while_it_starts_and_closing_stops_a_load() -> None:
         starting = asyncio.create_task(client.start())
         await until(lambda: client.progress.stage == "load")
         with pytest.raises(Unavailable, match=r"is starting \(load, 0%\)"):
-            await collect(client, request())
+            await collect(client, plain_request())
         pid = client.pid
         assert pid is not None
         async with asyncio.timeout(2):
@@ -360,7 +319,7 @@ def test_progress_is_seen_while_it_starts_and_closing_stops_a_load() -> None:
             await starting
         assert not is_alive(pid)
 
-    run(main())
+    run_bounded(main())
 
 
 def test_closing_before_the_process_has_connected_leaves_nothing() -> None:
@@ -372,7 +331,7 @@ def test_closing_before_the_process_has_connected_leaves_nothing() -> None:
         with pytest.raises(EngineFailed):
             await starting
 
-    run(main())
+    run_bounded(main())
 
 
 def test_an_engine_is_not_slowed_by_a_gateway_that_does_not_read() -> None:
@@ -380,7 +339,7 @@ def test_an_engine_is_not_slowed_by_a_gateway_that_does_not_read() -> None:
 
     async def main() -> None:
         async with started(engine(step_seconds=0.0005)) as client:
-            async with client.stream(request("slow", max_tokens=600)) as events:
+            async with client.stream(plain_request("slow", max_tokens=600)) as events:
                 first = await anext(events)
                 time.sleep(1.0)  # noqa: ASYNC251
                 rest = [some async for some in events]
@@ -388,7 +347,7 @@ def test_an_engine_is_not_slowed_by_a_gateway_that_does_not_read() -> None:
             assert tokens == [*range(1, 601)]
             assert len(rest) < 300
 
-    run(main())
+    run_bounded(main())
 
 
 def test_what_an_engine_prints_reaches_our_log() -> None:
@@ -401,4 +360,4 @@ def test_what_an_engine_prints_reaches_our_log() -> None:
         assert {"last words"} <= {entry["event"] for entry in logs}
         assert all(entry["replica"] == "m-0" for entry in logs)
 
-    run(main())
+    run_bounded(main())

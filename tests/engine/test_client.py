@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from headrace.engine.client import EngineClient, ProcessEngine, RestartRule, ThreadEngine
 from headrace.errors import EngineFailed, InvalidRequest, RemoteError, RequestError, Unavailable
+from headrace.testing.driving import collect, plain_request, run_bounded, started, until
 from headrace.testing.fake_engine import FAILING_TOKEN, build_fake
 from headrace.testing.fake_worker import FAKE_WORKER
-from headrace.types import GenerationRequest, SamplingParams, TokenEvent
+from headrace.types import TokenEvent
 
 MakeClient = Callable[..., EngineClient]
 IMPATIENT = RestartRule(first_delay_seconds=0.01, max_delay_seconds=0.02)
@@ -34,46 +34,6 @@ def make(request: pytest.FixtureRequest) -> MakeClient:
     return made
 
 
-def request(
-    name: str = "r", *, token: int = 1, max_tokens: int = 3, n: int = 1, salt: str = ""
-) -> GenerationRequest:
-    return GenerationRequest(
-        request_id=name,
-        model="m",
-        prompt_token_ids=[token],
-        sampling=SamplingParams(max_tokens=max_tokens, n=n),
-        cache_salt=salt,
-    )
-
-
-@contextlib.asynccontextmanager
-async def started(client: EngineClient) -> AsyncIterator[EngineClient]:
-    try:
-        await client.start()
-        yield client
-    finally:
-        await client.close()
-
-
-def run(main: Coroutine[Any, Any, None]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(30):
-            await main
-
-    asyncio.run(bounded())
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.002)
-
-
-async def collect(client: EngineClient, wanted: GenerationRequest) -> list[TokenEvent]:
-    async with client.stream(wanted) as events:
-        return [event async for some in events for event in some]
-
-
 def test_a_request_streams_all_its_tokens_and_ends(make: MakeClient) -> None:
     async def main() -> None:
         client = make(name="x")
@@ -82,7 +42,7 @@ def test_a_request_streams_all_its_tokens_and_ends(make: MakeClient) -> None:
             states.append(client.state)
             assert client.card is not None
             assert client.card.name == "x" and client.failure is None
-            events = await collect(client, request(max_tokens=40, n=2))
+            events = await collect(client, plain_request(max_tokens=40, n=2))
             for choice in (0, 1):
                 own = [event for event in events if event.index == choice]
                 assert [token for event in own for token in event.token_ids] == [*range(1, 41)]
@@ -91,66 +51,70 @@ def test_a_request_streams_all_its_tokens_and_ends(make: MakeClient) -> None:
             assert client.stats.generation_tokens_total == 80
         assert [*states, client.state] == ["starting", "ready", "stopped"]
 
-    run(main())
+    run_bounded(main())
 
 
 def test_a_refusal_is_raised_on_entering_as_the_engine_said_it(make: MakeClient) -> None:
     async def main() -> None:
         async with started(make()) as client:
             with pytest.raises(RemoteError, match="token 0 is refused") as refusal:
-                await collect(client, request(token=0))
+                await collect(client, plain_request(token=0))
             assert refusal.value.info().param == "prompt"
-            assert len(await collect(client, request(max_tokens=1))) == 1
+            assert len(await collect(client, plain_request(max_tokens=1))) == 1
 
-    run(main())
+    run_bounded(main())
 
 
 def test_a_request_that_cannot_travel_is_the_callers_fault() -> None:
     async def main() -> None:
         async with started(process_engine()) as client:
             with pytest.raises(InvalidRequest, match="cannot be sent"):
-                await collect(client, request(salt="\ud800"))
-            assert len(await collect(client, request(max_tokens=1))) == 1
+                await collect(client, plain_request(salt="\ud800"))
+            assert len(await collect(client, plain_request(max_tokens=1))) == 1
 
-    run(main())
+    run_bounded(main())
 
 
 def test_leaving_early_aborts_and_the_same_id_can_come_again(make: MakeClient) -> None:
     async def main() -> None:
         async with started(make(step_seconds=0.001, max_running=1)) as client:
             for _ in range(3):
-                async with client.stream(request(max_tokens=100_000)) as events:
+                async with client.stream(plain_request(max_tokens=100_000)) as events:
                     first = await anext(events)
                     assert first[0].token_ids[0] == 1
-            events_of_last = await collect(client, request(max_tokens=2))
+            events_of_last = await collect(client, plain_request(max_tokens=2))
             assert [token for event in events_of_last for token in event.token_ids] == [1, 2]
             await until(lambda: client.stats.num_running + client.stats.num_waiting == 0)
             assert client.stats.num_free_blocks == client.stats.num_blocks
 
-    run(main())
+    run_bounded(main())
 
 
 def test_a_queued_request_whose_caller_leaves_is_never_run(make: MakeClient) -> None:
     async def main() -> None:
         async with started(make(step_seconds=0.002, max_running=1)) as client:
-            async with client.stream(request("long", max_tokens=100_000)) as events:
+            async with client.stream(plain_request("long", max_tokens=100_000)) as events:
                 await anext(events)
-                waiting = [asyncio.create_task(collect(client, request(f"q{i}"))) for i in range(9)]
+                waiting = [
+                    asyncio.create_task(collect(client, plain_request(f"q{i}"))) for i in range(9)
+                ]
                 await until(lambda: client.stats.num_waiting == 9)
                 for task in waiting:
                     task.cancel()
                 await until(lambda: client.stats.num_waiting == 0)
                 assert client.stats.num_running == 1
 
-    run(main())
+    run_bounded(main())
 
 
 def test_a_caller_cancelled_before_the_answer_leaves_nothing_behind(make: MakeClient) -> None:
     async def main() -> None:
         async with started(make(step_seconds=0.1)) as client:
-            async with client.stream(request("other", max_tokens=100)) as events:
+            async with client.stream(plain_request("other", max_tokens=100)) as events:
                 await anext(events)
-                task = asyncio.create_task(collect(client, request("gone", max_tokens=100_000)))
+                task = asyncio.create_task(
+                    collect(client, plain_request("gone", max_tokens=100_000))
+                )
                 await asyncio.sleep(0)
                 task.cancel()
                 with pytest.raises(asyncio.CancelledError):
@@ -159,66 +123,70 @@ def test_a_caller_cancelled_before_the_answer_leaves_nothing_behind(make: MakeCl
                 await anext(events)
                 assert client.stats.num_running == 1 and client.stats.num_waiting == 0
 
-    run(main())
+    run_bounded(main())
 
 
 def test_two_live_requests_with_one_id_do_not_mix(make: MakeClient) -> None:
     async def main() -> None:
         async with started(make(step_seconds=0.002)) as client:
-            async with client.stream(request("same", max_tokens=20)) as events:
+            async with client.stream(plain_request("same", max_tokens=20)) as events:
                 with pytest.raises(InvalidRequest, match="'same' is already running"):
-                    await collect(client, request("same"))
+                    await collect(client, plain_request("same"))
                 tokens = [token async for some in events for token in some[0].token_ids]
             assert tokens == [*range(1, 21)]
             assert client.stats.num_running >= 0
 
-    run(main())
+    run_bounded(main())
 
 
 def test_events_merge_while_nobody_reads_and_others_are_not_delayed(make: MakeClient) -> None:
     async def main() -> None:
         async with started(make(step_seconds=0.001)) as client:
-            async with client.stream(request("slow", max_tokens=50, n=2)) as slow:
-                quick = await collect(client, request("quick", max_tokens=60))
+            async with client.stream(plain_request("slow", max_tokens=50, n=2)) as slow:
+                quick = await collect(client, plain_request("quick", max_tokens=60))
                 assert len(quick) > 30
                 (merged,) = [some async for some in slow]
             assert [event.index for event in merged] == [0, 1]
             assert [event.token_ids for event in merged] == [[*range(1, 51)]] * 2
 
-    run(main())
+    run_bounded(main())
 
 
 def test_a_failing_step_ends_only_with_an_error_event(make: MakeClient) -> None:
     async def main() -> None:
         async with started(make()) as client:
-            events = await collect(client, request(token=FAILING_TOKEN, max_tokens=9))
+            events = await collect(client, plain_request(token=FAILING_TOKEN, max_tokens=9))
             assert events[-1].finish_reason == "error" and events[-1].error is not None
             assert client.state == "ready"
-            assert len(await collect(client, request(max_tokens=1))) == 1
+            assert len(await collect(client, plain_request(max_tokens=1))) == 1
 
-    run(main())
+    run_bounded(main())
 
 
 def test_nothing_is_accepted_before_ready_or_after_close(make: MakeClient) -> None:
     async def main() -> None:
         client = make()
         with pytest.raises(Unavailable, match=r"is starting \(start, 0%\)") as early:
-            await collect(client, request())
+            await collect(client, plain_request())
         assert early.value.retry_after_seconds is not None
         async with started(client):
             pass
         with pytest.raises(Unavailable, match="has stopped"):
-            await collect(client, request())
+            await collect(client, plain_request())
         await client.close()
+        unused = make()
+        await unused.close()
+        with pytest.raises(EngineFailed, match="was stopped"):
+            await unused.start()
 
-    run(main())
+    run_bounded(main())
 
 
 def test_closing_ends_running_streams_with_an_error_and_is_quick(make: MakeClient) -> None:
     async def main() -> None:
         client = make(step_seconds=0.002)
         async with started(client):
-            task = asyncio.create_task(collect(client, request(max_tokens=100_000)))
+            task = asyncio.create_task(collect(client, plain_request(max_tokens=100_000)))
             await until(lambda: client.stats.num_running == 1)
             began = time.monotonic()
             await client.close()
@@ -226,7 +194,7 @@ def test_closing_ends_running_streams_with_an_error_and_is_quick(make: MakeClien
             with pytest.raises(EngineFailed, match="stopping"):
                 await task
 
-    run(main())
+    run_bounded(main())
 
 
 def test_a_start_that_fails_says_why_and_stays_failed() -> None:
@@ -239,10 +207,10 @@ def test_a_start_that_fails_says_why_and_stays_failed() -> None:
             await client.start()
         assert client.state == "failed" and client.failure == "no such model"
         with pytest.raises(Unavailable, match="has failed"):
-            await collect(client, request())
+            await collect(client, plain_request())
         await client.close()
 
-    run(main())
+    run_bounded(main())
 
 
 def test_closing_a_thread_that_loads_stops_it_at_its_next_report() -> None:
@@ -265,7 +233,7 @@ def test_closing_a_thread_that_loads_stops_it_at_its_next_report() -> None:
             await starting
         assert ended == [True]
 
-    run(main())
+    run_bounded(main())
 
 
 def test_an_engine_that_breaks_in_a_thread_fails_its_requests() -> None:
@@ -279,12 +247,12 @@ def test_an_engine_that_breaks_in_a_thread_fails_its_requests() -> None:
         built.engine.abort = lambda request_id: False  # type: ignore[method-assign]
         client = ThreadEngine("t-0", lambda report: built)
         await client.start()
-        events = await collect(client, request())
+        events = await collect(client, plain_request())
         assert events[-1].finish_reason == "error"
         await until(lambda: client.state == "failed")
         assert built.engine.is_closed
         with pytest.raises(RequestError):
-            await collect(client, request())
+            await collect(client, plain_request())
         await client.close()
 
-    run(main())
+    run_bounded(main())
