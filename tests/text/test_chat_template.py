@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -134,12 +135,10 @@ def test_further_variables_and_tools_reach_the_template() -> None:
     )
 
 
-@pytest.mark.real_model
-@pytest.mark.parametrize("fixture", ["smollm2_gguf", "gemma3_gguf"])
-def test_real_templates(fixture: str, request: pytest.FixtureRequest) -> None:
+def test_a_real_models_template(smollm2_gguf: Path) -> None:
     from headrace.testing.model_driver import open_checkpoint
 
-    assets = open_checkpoint(request.getfixturevalue(fixture)).text
+    assets = open_checkpoint(smollm2_gguf).text
     assert assets.chat_template is not None
     template = ChatTemplate(assets.chat_template, assets.special_tokens)
     for messages in CHATS:

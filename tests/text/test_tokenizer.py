@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import tokenizers
@@ -147,3 +148,22 @@ def test_metaspace_takes_its_leading_space_back() -> None:
     rule = byte_rule({"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always"})
     assert (rule.bytes_of("▁a▁b", False), rule.strip_prefix) == (b" a b", " ")
     assert byte_rule({"type": "Metaspace", "prepend_scheme": "never"}).strip_prefix == ""
+
+
+def test_gemma_gets_exactly_one_bos(gemma3_gguf: Path) -> None:
+    from headrace.testing.model_driver import open_checkpoint
+
+    assets = open_checkpoint(gemma3_gguf).text
+    tokenizer = Tokenizer(
+        assets.tokenizer_json,
+        special_tokens=assets.special_tokens,
+        add_bos_token=assets.add_bos_token,
+    )
+    raw = tokenizer.encode(TEXT)
+    chat = tokenizer.encode_rendered("<bos><start_of_turn>user\nhi<end_of_turn>\n")
+    bos = tokenizer.bos_token_id
+    assert bos is not None
+    for ids in (raw, chat, tokenizer.encode("<bos>" + TEXT)):
+        assert (ids[0], ids.count(bos)) == (bos, 1)
+    assert tokenizer.encode("<bos>" + TEXT) == raw
+    assert tokenizer.token_text(chat[1]) == "<start_of_turn>"
