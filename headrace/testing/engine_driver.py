@@ -13,7 +13,7 @@ from typing import Any
 from headrace.backends.simulated.runner import SimulatedDevice
 from headrace.engine.engine import Engine
 from headrace.engine.intake import ServedModel
-from headrace.interfaces import SchedulingPolicy
+from headrace.interfaces import Runner, SchedulingPolicy
 from headrace.policies.scheduling.fcfs import FirstComeFirstServed
 from headrace.step_time import StepTimeFormula
 from headrace.testing.clock import FakeClock
@@ -48,7 +48,8 @@ class EngineDriver:
     """An engine with its clock and runner, and all events by (request, choice)."""
 
     engine: Engine
-    runner: ShadowRunner
+    runner: Any
+    """A ShadowRunner, unless made for another one."""
     clock: FakeClock
     events: dict[tuple[str, int], list[TokenEvent]] = field(default_factory=dict)
     _num_submitted: int = 0
@@ -138,6 +139,23 @@ def make_engine_driver(
         settings=engine_settings,
         num_blocks=num_blocks,
         policy=policy or FirstComeFirstServed(),
+        clock=clock,
+    )
+    return EngineDriver(engine, runner, clock)
+
+
+def drive_runner(
+    runner: Runner, settings: EngineSettings, num_blocks: int, vocab_size: int
+) -> EngineDriver:
+    """Return an engine over a real runner, whose pool this allocates. Its clock stands still."""
+    runner.allocate(num_blocks)
+    clock = FakeClock()
+    engine = Engine(
+        runner,
+        model=ServedModel("m", "revision", driver_tokenizer(), (EOS_TOKEN_ID,), vocab_size),
+        settings=settings,
+        num_blocks=num_blocks,
+        policy=FirstComeFirstServed(),
         clock=clock,
     )
     return EngineDriver(engine, runner, clock)
