@@ -185,7 +185,7 @@ def _parse_header(file: SafetensorsFile) -> dict[str, StoredTensor]:
         ) from error
     end_of_last, last = start, ""
     for name, stored in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
-        _check_tensor(path, size, name, stored)
+        _check_tensor(file, name, stored)
         if stored.begin < end_of_last:
             raise ModelError(f"{path}: tensors {last} and {name} overlap. Fetch the file again")
         end_of_last, last = stored.end, name
@@ -198,8 +198,9 @@ def _stored(entry: Mapping[str, Any], start: int) -> StoredTensor:
     return StoredTensor(str(entry["dtype"]), shape, start + int(begin), start + int(end))
 
 
-def _check_tensor(path: Path, size: int, name: str, stored: StoredTensor) -> None:
-    if not 0 <= stored.begin <= stored.end <= size:
+def _check_tensor(file: SafetensorsFile, name: str, stored: StoredTensor) -> None:
+    path, size = file.path, len(file.data)
+    if not file.header_bytes <= stored.begin <= stored.end <= size:
         raise ModelError(
             f"{path}: the file is truncated or damaged: tensor {name} lies in bytes "
             f"{stored.begin:,} to {stored.end:,}, the file has {size:,}. Fetch it again"
