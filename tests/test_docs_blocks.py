@@ -39,7 +39,7 @@ def test_python_blocks_run(
     printed = io.StringIO()
     namespace: dict[str, object] = {"__name__": "block"}
     with contextlib.chdir(tmp_path), contextlib.redirect_stdout(printed):
-        exec(compile(text, str(block), "exec"), namespace)
+        exec(compile(text, str(block), "exec", dont_inherit=True), namespace)
     if "capital of France" in text:
         assert "Paris" in printed.getvalue()
 
