@@ -1,0 +1,57 @@
+"""Compiles kernels and keeps the machine code in the user's cache folder, so that later starts only load it.
+
+Numba's own key is one file's time and size, which misses an edited helper in another file: the folder
+is named after a digest of every source here and the compiler's version. Numba adds the CPU's features.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numba
+
+APPLICATION = "headrace"
+
+
+@functools.cache
+def cache_folder() -> Path | None:
+    """Return the folder of these kernels, made if absent; None where it cannot be written to."""
+    digest = hashlib.sha256()
+    for package in ("numba", "llvmlite"):
+        digest.update(f"{package} {metadata.version(package)}\n".encode())
+    for source in sorted(Path(__file__).parent.glob("kernel*.py")):
+        digest.update(source.name.encode() + source.read_bytes())
+    root = os.environ.get("HEADRACE_CACHE") or (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / APPLICATION
+    )
+    folder = Path(root) / "kernels" / digest.hexdigest()[:16]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    return folder if os.access(folder, os.W_OK) else None
+
+
+def kernel(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator: numba.njit without the GIL, with NumPy's division rule, cached on disk."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        folder = cache_folder()
+        previous = numba.config.CACHE_DIR
+        if folder is not None:
+            numba.config.CACHE_DIR = str(folder)
+        try:
+            compiled: Callable[..., Any] = numba.njit(
+                nogil=True, error_model="numpy", cache=folder is not None, **options
+            )(function)
+        finally:
+            numba.config.CACHE_DIR = previous
+        return compiled
+
+    return decorate
