@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
-
-import msgspec
 
 from headrace.interfaces import Availability, Clock, Group, LoadedModel, QuantizationPolicy, Runner
 from headrace.types import EngineSettings
@@ -21,7 +20,8 @@ class CpuBackend:
     name: ClassVar[str] = "cpu"
     schemes: ClassVar[frozenset[str]] = frozenset({"f32", "f16", "bf16"})
 
-    class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    @dataclass(frozen=True, slots=True)
+    class Options:
         """Nothing to choose: threads and dtypes are the engine's settings."""
 
     @classmethod
