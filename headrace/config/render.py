@@ -51,12 +51,13 @@ def _entry(head: str, value: Any, hint: Any, key: str) -> Iterator[Line]:
     elif isinstance(value, Mapping) and value:
         yield head, ""
         for name, entry in value.items():
-            yield from _entry(f"{indent}  {_scalar(name)}:", entry, Any, f"{key}.{name}")
+            yield from _entry(f"{indent}  {scalar_text(name)}:", entry, Any, f"{key}.{name}")
     else:
-        yield f"{head} {_scalar(value, hint)}", key
+        yield f"{head} {scalar_text(value, hint)}", key
 
 
-def _scalar(value: Any, hint: Any = Any) -> str:
+def scalar_text(value: Any, hint: Any = Any) -> str:
+    """Return a value as YAML on one line, in the unit its type is marked with."""
     unit = _unit(hint)
     if unit == "size" and isinstance(value, int):
         return format_size(value)
