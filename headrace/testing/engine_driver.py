@@ -7,6 +7,7 @@ it generates depends on every KV row it can see, so that a memory fault changes 
 from __future__ import annotations
 
 import functools
+import random
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,6 +143,18 @@ def make_engine_driver(
         clock=clock,
     )
     return EngineDriver(engine, runner, clock)
+
+
+def random_prompt(length: int, seed: int = 0) -> list[int]:
+    """Return token ids that repeat from run to run and differ by length and seed."""
+    choice = random.Random(f"{length} {seed}")
+    return [choice.randrange(1, 300) for _ in range(length)]
+
+
+def generate_alone(prompt: list[int], **options: Any) -> list[int]:
+    """Return what a request generates in an empty engine with room for everything, nothing cached."""
+    driver = make_engine_driver(64, max_model_len=1024, prefix_caching=False)
+    return driver.generate(prompt, **options)
 
 
 def drive_runner(

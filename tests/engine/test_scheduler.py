@@ -9,16 +9,8 @@ import pytest
 from headrace.errors import ContextLengthExceeded, InvalidRequest, Unavailable
 from headrace.policies.scheduling.priority import PriorityFirst
 from headrace.testing.engine_driver import EngineDriver, make_engine_driver
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    choice = random.Random(f"{length} {seed}")
-    return [choice.randrange(1, 300) for _ in range(length)]
-
-
-def alone(tokens: list[int], **options: object) -> list[int]:
-    """Return what a request generates in an empty engine with room for everything."""
-    return make_engine_driver(64, max_model_len=1024).generate(tokens, **options)
+from headrace.testing.engine_driver import generate_alone as alone
+from headrace.testing.engine_driver import random_prompt as prompt
 
 
 def test_a_prompt_larger_than_the_pool_is_refused_with_the_arithmetic_and_blocks_nobody() -> None:
