@@ -6,9 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-import yaml
-
-from headrace.errors import ConfigError
 
 if TYPE_CHECKING:
     from headrace.config import LoadedConfig
@@ -38,7 +35,7 @@ def load(
     **keys: Any,
 ) -> LoadedConfig:
     """Return the effective configuration. `keys` are dotted keys with `__` for the dots."""
-    from headrace.config import load_config
+    from headrace.config import load_config, parse_assignments
 
     flags: dict[str, Any] = {}
     if model is not None:
@@ -46,9 +43,5 @@ def load(
     for name, value in keys.items():
         if value is not None:
             flags[name.replace("__", ".")] = value
-    for setting in settings or ():
-        key, equals, text = setting.partition("=")
-        if not equals or not key:
-            raise ConfigError(f"--set {setting}: write --set KEY=VALUE, such as gateway.port=9000")
-        flags[key] = yaml.safe_load(text) if text else ""
+    flags.update(parse_assignments(settings or ()))
     return load_config(config, flags=flags)
