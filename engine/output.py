@@ -90,13 +90,6 @@ class SequenceOutput:
         """Tokens generated: the completion tokens of the usage."""
         return len(self.token_ids)
 
-    @property
-    def blocked_token_ids(self) -> frozenset[int]:
-        """Ids that may not be drawn next: those that would end the choice before `min_tokens`."""
-        if self.num_tokens < self._min_tokens:
-            return self._eos_ids | self._stop_ids
-        return frozenset()
-
     def append(self, rows: Sequence[TokenRow]) -> TokenEvent | None:
         """Take the tokens of a step. Return what may be said now, None where there is nothing.
 

@@ -28,6 +28,9 @@ HIDDEN_SIZE = 128
 NUM_HEADS = 2
 HEAD_DIM = 64
 _LOAD_TICKS = 20
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_QKV = "model.layers.0.self_attn.qkv_proj.weight"
+_OUTPUT = "model.layers.0.self_attn.o_proj.weight"
 _QKV_SIZES = (NUM_HEADS * HEAD_DIM, HEAD_DIM, HEAD_DIM)
 _SPEC = AttentionSpec(num_heads=NUM_HEADS, num_kv_heads=1, head_dim=HEAD_DIM, scale=HEAD_DIM**-0.5)
 
@@ -82,10 +85,10 @@ class ScriptedArchitecture:
             return ops.hold([settings.expand(tensors.read(name))])
 
         weights = _Weights(
-            embedding=hold("embedding"),
-            qkv=hold("qkv"),
-            output=hold("output"),
-            head=hold("head"),
+            embedding=hold(_EMBEDDING),
+            qkv=hold(_QKV),
+            output=hold(_OUTPUT),
+            head=hold(_HEAD),
             rope=ops.rope_table(frequencies, 1.0, settings.max_positions),
         )
         settings.report(1.0)
@@ -171,8 +174,8 @@ def _arrays(chain: Chain) -> dict[str, NDArray[np.float32]]:
     head[targets[targets >= 0]] = codes[targets >= 0]
     qkv = random.standard_normal((sum(_QKV_SIZES), HIDDEN_SIZE)).astype(np.float32)
     return {
-        "embedding": codes[places],
-        "qkv": qkv * np.float32(0.05),
-        "output": np.zeros((HIDDEN_SIZE, NUM_HEADS * HEAD_DIM), np.float32),
-        "head": head,
+        _EMBEDDING: codes[places],
+        _QKV: qkv * np.float32(0.05),
+        _OUTPUT: np.zeros((HIDDEN_SIZE, NUM_HEADS * HEAD_DIM), np.float32),
+        _HEAD: head,
     }

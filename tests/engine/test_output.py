@@ -200,11 +200,7 @@ def test_a_stop_string_counts_from_the_token_that_reaches_min_tokens() -> None:
     assert say("abab", min_tokens=3, stop=("ab",)).text == "ab"
 
 
-def test_eos_is_blocked_until_min_tokens_came() -> None:
-    said = say("a", min_tokens=2, stop_token_ids=(7,))
-    assert said.output.blocked_token_ids == {EOS, OTHER_EOS, 7}
-    assert say("ab", min_tokens=2).output.blocked_token_ids == set()
-    assert say("a", min_tokens=2, ignore_eos=True).output.blocked_token_ids == set()
+def test_eos_counts_behind_min_tokens() -> None:
     assert say([ord("a"), ord("b"), EOS], min_tokens=2).ending == ("stop", None)
 
 
