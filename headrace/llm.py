@@ -91,9 +91,9 @@ class LLM:
         )
         template = built.card.chat_template
         self._template = ChatTemplate(template, built.card.special_tokens) if template else None
-        self._hooks = create_plugin_manager(
+        self._manager = create_plugin_manager(
             discover=config.plugins.discover, blocked=config.plugins.blocked
-        ).hook
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -220,8 +220,12 @@ class LLM:
                 self._engine.abort(request_id)
 
     def _observe(self, result: Generation, start: float) -> None:
+        from headrace.plugins.manager import notify
+
         usages = [choice.usage for choice in result.choices if choice.usage is not None]
-        self._hooks.headrace_request_finished(
+        notify(
+            self._manager,
+            "headrace_request_finished",
             summary=RequestSummary(
                 request_id=result.request_id,
                 model=self.card.name,
@@ -234,7 +238,7 @@ class LLM:
                 ttft_seconds=None,
                 tpot_seconds=None,
                 duration_seconds=time.monotonic() - start,
-            )
+            ),
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import pathlib
 import signal
 import socket
@@ -99,7 +100,9 @@ class Gateway:
             host=host, port=port, models=tuple(model.name for model in config.models)
         )
         self._router = build_router(config, registries)
-        self._observers = Observers([manager.hook.headrace_request_finished])
+        self._observers = Observers(
+            [functools.partial(notify, manager, "headrace_request_finished")]
+        )
         state = GatewayState(
             config=config,
             router=self._router,

@@ -124,7 +124,7 @@ def test_the_scripts_keep_the_contract(class_name: str, tmp_path: pathlib.Path) 
     )
     (tmp_path / "script.py").write_text(block)
     cls = load_class(f"./script.py:{class_name}", tmp_path)
-    options = getattr(cls, "Options", None)
+    options: Any = getattr(cls, "Options", None)
     assert options is None or dataclasses.is_dataclass(options)
     check_scheduling_policy(lambda: cls() if options is None else cls(options()))
 
