@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import pathlib
 import re
@@ -123,10 +122,9 @@ def test_the_scripts_keep_the_contract(class_name: str, tmp_path: pathlib.Path) 
         b for b in re.findall(r"```python\n(.*?)```", TEXT, re.S) if f"class {class_name}" in b
     )
     (tmp_path / "script.py").write_text(block)
-    cls = load_class(f"./script.py:{class_name}", tmp_path)
-    options: Any = getattr(cls, "Options", None)
-    assert options is None or dataclasses.is_dataclass(options)
-    check_scheduling_policy(lambda: cls() if options is None else cls(options()))
+    registries = Registries.from_manager(create_plugin_manager(discover=False))
+    use = f"./script.py:{class_name}"
+    check_scheduling_policy(lambda: registries.create("scheduling", use, None, tmp_path))
 
 
 def test_a_scheduler_in_twenty_lines() -> None:
