@@ -38,11 +38,20 @@ class SchedulingPolicy(Protocol):
     def rank_waiting(
         self, waiting: Sequence[RequestView], view: SchedulerView
     ) -> Sequence[RequestView]:
-        """Return the same views, best first. Called when the set changed or 50 ms passed."""
+        """Return the same views, best first. Called when the set changed or 50 ms passed.
+
+        Also asked where the best waiting request finds no place while requests of lower `priority`
+        run: about those and the waiting one together. Whoever is ranked behind it may be taken back.
+        """
         ...
 
     def choose_victim(self, running: Sequence[RequestView], view: SchedulerView) -> RequestView:
-        """Return the one of `running` (never empty) whose blocks are taken back when memory runs out."""
+        """Return the one of `running` (never empty) to be taken back: it loses its blocks and waits.
+
+        Asked when memory runs out, and to make way for a waiting request that was ranked before all
+        of `running`. `running` is in the order in which they started and leaves out the oldest of all
+        where memory is at stake, so that one request always gets on.
+        """
         ...
 
     def prefill_budget(self, view: SchedulerView) -> int:

@@ -129,7 +129,9 @@ def test_choices_are_the_same_however_they_come_to_their_blocks(make: Make) -> N
         driver.assert_empty()
 
 
-def test_prompt_logprobs_do_not_depend_on_chunks(make: Make) -> None:
+def test_prompt_logprobs_do_not_depend_on_chunks(
+    make: Make, request: pytest.FixtureRequest
+) -> None:
     reports = []
     for budget in (64, 9):
         driver = make(max_batched_tokens=budget)
@@ -138,4 +140,5 @@ def test_prompt_logprobs_do_not_depend_on_chunks(make: Make) -> None:
         prompt_logprobs = driver.events[name, 0][0].prompt_logprobs
         assert prompt_logprobs is not None
         reports.append([entry.chosen.logprob for entry in prompt_logprobs if entry])
-    assert reports[0] == pytest.approx(reports[1], abs=1e-5)
+    is_exact = "cpu" in request.node.callspec.id
+    assert reports[0] == (reports[1] if is_exact else pytest.approx(reports[1], abs=1e-6))
