@@ -52,17 +52,15 @@ class Worker:
 
     def run(self) -> int:
         """Serve until told to stop; return the exit code."""
-        signal.signal(signal.SIGTERM, self._on_terminate)
+        self._watch_signals()
         engine: SteppedEngine | None = None
         writer = threading.Thread(target=self._write, name="writer", daemon=True)
         try:
             start = self._frames.receive()
             if not isinstance(start, StartEngine):
                 return 1
-            logging = start.config.get("logging", {})
-            configure_logging(
-                "json", logging.get("level", "info")
-            )  # the parent reads and relays it
+            level = start.config.get("logging", {}).get("level", "info")
+            configure_logging("json", level)  # for the parent, which relays it in its own format
             writer.start()
             threading.Thread(target=self._read, name="reader", daemon=True).start()
             built = self._build(start.config, report=self._report)
@@ -87,10 +85,38 @@ class Worker:
         self._outbox.put(Progress(stage, fraction))
 
     def _on_terminate(self, number: int, frame: FrameType | None) -> None:
-        """Leave after this step; while starting, leave at once."""
+        """Leave after this step; give up a start."""
         if self._loop is None:
             raise SystemExit(0)
         self._loop.post(Stop())
+
+    def _leave(self, patience: float) -> None:
+        """Make the main thread end, whatever it does; called from any other thread."""
+        if self._loop is not None:
+            self._loop.post(Stop())
+        else:
+            main_thread = threading.main_thread().ident
+            assert main_thread is not None
+            signal.pthread_kill(main_thread, signal.SIGTERM)
+        time.sleep(patience)
+        os._exit(0)  # the engine is inside a step or a load that does not end
+
+    def _watch_signals(self) -> None:
+        """Act on SIGTERM in a thread of its own, which the kernel wakes through a pipe.
+
+        A handler runs only when the main thread next runs Python, and a signal that arrives just before
+        that thread falls asleep does not wake it.
+        """
+        signal.signal(signal.SIGTERM, self._on_terminate)
+        reading_end, writing_end = os.pipe()
+        os.set_blocking(writing_end, False)
+        signal.set_wakeup_fd(writing_end, warn_on_full_buffer=False)
+
+        def watch() -> None:
+            os.read(reading_end, 1)
+            self._leave(_STOP_SECONDS)
+
+        threading.Thread(target=watch, name="signals", daemon=True).start()
 
     # --- the reader's thread ----------------------------------------------------
 
@@ -105,11 +131,7 @@ class Worker:
                     self._loop.post(frame)
         except (EngineFailed, OSError) as error:
             _log().error("engine cannot read its socket", exc_info=error)
-        main_thread = threading.main_thread().ident
-        assert main_thread is not None
-        signal.pthread_kill(main_thread, signal.SIGTERM)
-        time.sleep(patience)
-        os._exit(0)  # the engine is inside a step or a load that does not end
+        self._leave(patience)
 
     # --- the writer's thread ----------------------------------------------------
 
