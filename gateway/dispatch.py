@@ -47,7 +47,8 @@ def admission_view(call: Call, num_body_bytes: int) -> TicketView:
         num_body_bytes=num_body_bytes,
         model=call.card.name,
         num_prompt_tokens=sum(len(request.prompt_token_ids) for request in requests),
-        max_output_tokens=sum(request.sampling.max_tokens or 0 for request in requests),
+        max_output_tokens=call.num_choices
+        * sum(each.sampling.max_tokens or 0 for each in requests),
         num_choices=len(requests) * call.num_choices,
     )
 

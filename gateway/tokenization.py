@@ -19,6 +19,7 @@ from headrace.gateway.openai_schema import (
     DetokenizeBody,
     TokenizeBody,
 )
+from headrace.gateway.readiness import check_any_ready
 from headrace.gateway.state import GatewayState, Limits
 
 
@@ -30,6 +31,7 @@ class Tokenize:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = self.state
+        check_any_ready(state)
         raw = await read_body(scope, receive, state.config.gateway.max_body_bytes)
         body = decode_body(raw, TOKENIZE_DECODER)
         target = await find_target(state, body.model)
@@ -45,6 +47,7 @@ class Detokenize:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = self.state
+        check_any_ready(state)
         raw = await read_body(scope, receive, state.config.gateway.max_body_bytes)
         body = decode_body(raw, DETOKENIZE_DECODER)
         target = await find_target(state, body.model)

@@ -26,6 +26,7 @@ from headrace.types import (
     Abort,
     Accepted,
     EngineStats,
+    Failed,
     GenerationRequest,
     ModelCard,
     Progress,
@@ -129,6 +130,11 @@ class FakeClient(StreamingClient):
         """Go back to starting, so far."""
         self._set_state("starting")
         self._receive(Progress(stage, fraction))
+
+    def fail(self, reason: str) -> None:
+        """Fail for good."""
+        self._receive(Failed(reason))
+        self._set_state("failed")
 
     def die(self, message: str = "the engine process was killed by SIGKILL") -> None:
         """End every stream with EngineFailed and start again."""
