@@ -78,7 +78,7 @@ def _nibbles(packed: Blocks) -> NDArray[np.uint8]:
 def _fifth_bits(blocks: Blocks, start: int) -> NDArray[np.uint8]:
     """Bit i of the 32-bit word at `start`, moved to bit 4 of element i: [num_blocks, 32] u1."""
     words = np.ascontiguousarray(blocks[:, start : start + 4])
-    return np.unpackbits(words, axis=1, bitorder="little") << 4
+    return np.unpackbits(words, axis=1, bitorder="little") << np.uint8(4)
 
 
 def _q4_0(blocks: Blocks, out: Floats) -> None:
@@ -127,7 +127,7 @@ def _q4_k(blocks: Blocks, out: Floats) -> None:
 
 def _q5_k(blocks: Blocks, out: Floats) -> None:
     shifts = np.arange(8, dtype=np.uint8).reshape(1, 8, 1)
-    fifth = ((blocks[:, None, 16:48] >> shifts) & 1) << 4
+    fifth = ((blocks[:, None, 16:48] >> shifts) & np.uint8(1)) << np.uint8(4)
     _scale_and_shift(blocks, _k_nibbles(blocks[:, 48:176]) | fifth, out)
 
 
@@ -139,8 +139,8 @@ def _scale_and_shift(blocks: Blocks, values: NDArray[np.uint8], out: Floats) -> 
 
 
 def _q6_k(blocks: Blocks, out: Floats) -> None:
-    low = blocks[:, 0:128].reshape(-1, 2, 64)
-    low = np.stack((low & 0x0F, low >> 4), axis=2).reshape(-1, 2, 4, 32)
+    packed = blocks[:, 0:128].reshape(-1, 2, 64)
+    low = np.stack((packed & 0x0F, packed >> 4), axis=2).reshape(-1, 2, 4, 32)
     shifts = np.array([0, 2, 4, 6], dtype=np.uint8).reshape(1, 1, 4, 1)
     high = ((blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & 0x03) << 4
     values = (low | high).view(np.int8) - np.int8(32)

@@ -107,12 +107,17 @@ def fetch_hub(source: HubSource, access: HubAccess, report: Callable[[float], No
     if cached is not None:
         report(1.0)
         return cached
-    if access.offline:
-        return _from_local_cache(source, access)
-    files = _choose_files(source, _ask(source, access))
+    try:
+        files = _choose_files(source, _ask(source, access))
+    except HubSilent:
+        local = _try_local_cache(source, access)
+        if local is None:
+            raise
+        report(1.0)
+        return local
     names = [file.rfilename for file in files]
     disable_progress_bars()
-    blobs = _repository_cache(source, access)
+    blobs = _repository_cache(source, access) / "blobs"
     try:
         with watch_folder(blobs, sum(file.size or 0 for file in files), report):
             folder = Path(
@@ -138,6 +143,10 @@ def fetch_hub(source: HubSource, access: HubAccess, report: Callable[[float], No
 
 def _ask(source: HubSource, access: HubAccess) -> Sequence[Any]:
     """Return the repository's files. The hub has ANSWER_SECONDS."""
+    if access.offline:
+        raise HubSilent(
+            f"{source}: not in the hub's cache, and the hub is not asked (HF_HUB_OFFLINE)"
+        )
     from huggingface_hub import HfApi
 
     api = HfApi(endpoint=access.endpoint, token=access.token)
@@ -177,7 +186,7 @@ def _explain(source: HubSource, access: HubAccess, error: Exception) -> ModelErr
             f"{source.repository} and set HF_TOKEN"
         )
     if isinstance(error, errors.RevisionNotFoundError):
-        return ModelError(f"{source}: the repository has no revision '{source.revision}'")
+        return ModelError(f"{source}: the repository has no revision '{source.revision or 'main'}'")
     if isinstance(error, errors.RepositoryNotFoundError):
         return ModelError(
             f"{source}: no such repository at {access.endpoint}, or it is private (set HF_TOKEN)"
@@ -231,35 +240,28 @@ def _check_digests(source: HubSource, folder: Path, files: Sequence[Any]) -> Non
             )
 
 
-def _from_local_cache(source: HubSource, access: HubAccess) -> Path:
-    """Offline: what any program has put into the hub's cache."""
-    from huggingface_hub import snapshot_download
-
+def _try_local_cache(source: HubSource, access: HubAccess) -> Path | None:
+    """Return what any program has put into the hub's cache, or None. Asks nobody."""
+    repository = _repository_cache(source, access)
+    revision = source.revision or "main"
     try:
-        folder = Path(
-            snapshot_download(
-                source.repository,
-                revision=source.revision,
-                cache_dir=access.cache,
-                local_files_only=True,
-            )
-        )
-    except Exception as error:
-        raise HubSilent(
-            f"{source}: not in the hub's cache, and the hub is not asked (HF_HUB_OFFLINE)"
-        ) from error
-    if source.file is None:
+        commit = (repository / "refs" / revision).read_text(encoding="utf-8").strip()
+    except OSError:
+        commit = revision
+    folder = repository / "snapshots" / commit
+    if source.file is not None:
+        return folder / source.file if (folder / source.file).is_file() else None
+    if (folder / "config.json").is_file():
         return folder
-    if not (folder / source.file).is_file():
-        raise HubSilent(f"{source}: the hub's cache has the repository, but not this file")
-    return folder / source.file
+    models = sorted(folder.glob("*.gguf"))
+    return models[0] if len(models) == 1 else None
 
 
 def _repository_cache(source: HubSource, access: HubAccess) -> Path:
     from huggingface_hub import constants
 
     root = access.cache or Path(constants.HF_HUB_CACHE)
-    return root / f"models--{source.repository.replace('/', '--')}" / "blobs"
+    return root / f"models--{source.repository.replace('/', '--')}"
 
 
 def _record_path(source: HubSource, access: HubAccess) -> Path:
