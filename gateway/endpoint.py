@@ -88,7 +88,9 @@ class GenerationEndpoint(Generic[Body]):
         body = decode_body(raw, self.decoder)
         target = await find_target(state, body.model)
         caller = Caller(request_id=record.request_id, arrival_time=record.started_at)
-        call = await state.texts.run(lambda: self.build(body, caller, target, state.limits))
+        call = await state.texts.run(
+            lambda: self.build(body, caller, target, state.limits), num_bytes=len(raw)
+        )
         await pass_gate(state, ticket, admission_view(call, len(raw)))
         lengths = [len(request.prompt_token_ids) for request in call.requests]
         record.begin(call.card.name, lengths, call.num_choices)
@@ -136,8 +138,8 @@ class GenerationEndpoint(Generic[Body]):
             async with anyio.create_task_group() as group:
 
                 async def accepted() -> None:
+                    group.start_soon(writer.watch)
                     await writer.start()
-                    group.start_soon(writer.keep_alive)
 
                 await run_requests(self.state, call.requests, accepted, take)
                 group.cancel_scope.cancel()
@@ -148,11 +150,9 @@ class GenerationEndpoint(Generic[Body]):
                 raise error from None
             assert isinstance(error, Exception)
             _note_failure(record, error)
-            await writer.send([msgspec.json.encode(error_object(error_info(error)))])
-            await writer.end()
+            await writer.end([msgspec.json.encode(error_object(error_info(error)))])
             return
-        await writer.send([*answer.last_chunks(), DONE])
-        await writer.end()
+        await writer.end([*answer.last_chunks(), DONE])
 
 
 def check_failed(events: Sequence[TokenEvent]) -> None:

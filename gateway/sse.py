@@ -6,10 +6,11 @@ meanwhile, and after the stall timeout the client is cut off.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 
 import anyio
-from starlette.types import Send
+from starlette.types import Message, Send
 
 from headrace.errors import RequestAborted
 
@@ -18,56 +19,77 @@ _HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+_COMMENT = {"type": "http.response.body", "body": b": keep-alive\n\n", "more_body": True}
 DONE = b"[DONE]"
 
 
 class SseWriter:
-    """The body of one streamed response."""
+    """The body of one streamed response. `watch` must run beside it from `start` on."""
 
     def __init__(self, send: Send, *, keepalive_interval: float, stall_timeout: float) -> None:
         self._send = send
         self._keepalive_interval = keepalive_interval
         self._stall_timeout = stall_timeout
-        self._lock = anyio.Lock()
+        self._lock = anyio.Lock(fast_acquire=True)
         self._last_write = 0.0
+        self._writing_since: float | None = None
         self.started = False
 
     async def start(self) -> None:
         """Send status 200 and the headers. From here on an error is an event."""
         self.started = True
+        self._last_write = time.monotonic()
         await self._write({"type": "http.response.start", "status": 200, "headers": _HEADERS})
 
     async def send(self, payloads: Iterable[bytes]) -> None:
         """Send one event per payload, in one write."""
-        body = b"".join(b"data: " + payload + b"\n\n" for payload in payloads)
+        body = _events(payloads)
         if body:
-            await self._body(body)
+            await self._write({"type": "http.response.body", "body": body, "more_body": True})
 
-    async def end(self) -> None:
-        """Close the body."""
-        await self._body(b"", more_body=False)
+    async def end(self, payloads: Iterable[bytes]) -> None:
+        """Send the last events and close the body; needs no watch."""
+        message = {"type": "http.response.body", "body": _events(payloads), "more_body": False}
+        await self._write_in_time(message)
 
-    async def keep_alive(self) -> None:
-        """Send a comment line whenever nothing was sent for an interval. Runs until cancelled."""
+    async def watch(self) -> None:
+        """Send a comment whenever nothing was sent for an interval; raise ClientStalled where a write
+        is not taken in time. Runs until cancelled.
+        """
         while True:
-            wait = self._last_write + self._keepalive_interval - anyio.current_time()
-            if wait > 0:
-                await anyio.sleep(wait)
+            now = time.monotonic()
+            if self._writing_since is not None:
+                wait = self._writing_since + self._stall_timeout - now
+                if wait <= 0:
+                    raise self._stalled()
             else:
-                await self._body(b": keep-alive\n\n")
+                wait = self._last_write + self._keepalive_interval - now
+                if wait <= 0:
+                    await self._write_in_time(_COMMENT)
+                    continue
+            await anyio.sleep(min(wait, self._stall_timeout))
 
-    async def _body(self, body: bytes, *, more_body: bool = True) -> None:
-        await self._write({"type": "http.response.body", "body": body, "more_body": more_body})
-
-    async def _write(self, message: dict[str, object]) -> None:
+    async def _write(self, message: Message) -> None:
         async with self._lock:
-            with anyio.move_on_after(self._stall_timeout) as scope:
-                await self._send(message)
-            if scope.cancelled_caught:
-                raise ClientStalled(
-                    f"the client took nothing for {self._stall_timeout:g} s and was cut off"
-                )
-            self._last_write = anyio.current_time()
+            self._writing_since = time.monotonic()
+            await self._send(message)
+            self._writing_since = None
+            self._last_write = time.monotonic()
+
+    async def _write_in_time(self, message: Message) -> None:
+        with anyio.move_on_after(self._stall_timeout) as scope:
+            await self._write(message)
+        if scope.cancelled_caught:
+            raise self._stalled()
+
+    def _stalled(self) -> ClientStalled:
+        return ClientStalled(
+            f"the client took nothing for {self._stall_timeout:g} s and was cut off"
+        )
+
+
+def _events(payloads: Iterable[bytes]) -> bytes:
+    return b"".join(b"data: " + payload + b"\n\n" for payload in payloads)
 
 
 class ClientStalled(RequestAborted):

@@ -1,7 +1,7 @@
 """Tokenizer and chat template of each model, built once from its card on a worker thread.
 
-All text work (rendering, encoding, decoding) goes through `run`, whose few threads keep a burst of
-long prompts from holding up the event loop or taking every core.
+All text work (rendering, encoding, decoding) goes through `run`, whose few threads keep it off the event
+loop. Long texts have a thread of their own, so that a burst of them makes no short prompt wait.
 """
 
 from __future__ import annotations
@@ -37,9 +37,12 @@ class TextAssets:
     """One ModelText per model and revision; a restarted replica with the same card costs nothing."""
 
     num_threads: int = 2
+    long_bytes: int = 128 << 10
+    """Work on more than this is long."""
     _texts: dict[tuple[str, str], ModelText] = field(default_factory=dict)
     _lock: anyio.Lock = field(default_factory=anyio.Lock)
-    _limiter: anyio.CapacityLimiter | None = None
+    _short: anyio.CapacityLimiter | None = None
+    _long: anyio.CapacityLimiter | None = None
 
     async def get(self, card: ModelCard) -> ModelText:
         """Return the text side of a model, building it on first use."""
@@ -50,11 +53,13 @@ class TextAssets:
                     self._texts[key] = await self.run(lambda: build_model_text(card))
         return self._texts[key]
 
-    async def run(self, work: Callable[[], T]) -> T:
-        """Run `work` on one of the text threads."""
-        if self._limiter is None:
-            self._limiter = anyio.CapacityLimiter(self.num_threads)
-        return await anyio.to_thread.run_sync(work, limiter=self._limiter)
+    async def run(self, work: Callable[[], T], *, num_bytes: int = 0) -> T:
+        """Run `work` on a text thread; `num_bytes` is how much text it has."""
+        if self._short is None or self._long is None:
+            self._short = anyio.CapacityLimiter(self.num_threads)
+            self._long = anyio.CapacityLimiter(1)
+        limiter = self._long if num_bytes > self.long_bytes else self._short
+        return await anyio.to_thread.run_sync(work, limiter=limiter)
 
 
 def build_model_text(card: ModelCard) -> ModelText:

@@ -35,7 +35,9 @@ class Tokenize:
         raw = await read_body(scope, receive, state.config.gateway.max_body_bytes)
         body = decode_body(raw, TOKENIZE_DECODER)
         target = await find_target(state, body.model)
-        answer = await state.texts.run(lambda: tokenize(body, target, state.limits))
+        answer = await state.texts.run(
+            lambda: tokenize(body, target, state.limits), num_bytes=len(raw)
+        )
         await JSONBytes(answer)(scope, receive, send)
 
 
@@ -51,7 +53,7 @@ class Detokenize:
         raw = await read_body(scope, receive, state.config.gateway.max_body_bytes)
         body = decode_body(raw, DETOKENIZE_DECODER)
         target = await find_target(state, body.model)
-        answer = await state.texts.run(lambda: detokenize(body, target))
+        answer = await state.texts.run(lambda: detokenize(body, target), num_bytes=len(raw))
         await JSONBytes(answer)(scope, receive, send)
 
 

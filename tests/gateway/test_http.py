@@ -16,6 +16,7 @@ from starlette.testclient import TestClient
 
 from headrace.gateway.middleware import ErrorMiddleware, RequestIdMiddleware
 from headrace.gateway.observers import Observers
+from headrace.gateway.text_assets import TextAssets
 from headrace.testing.clock import FakeClock
 from headrace.testing.fake_client import FakeClient
 from headrace.testing.fake_gateway import FakeGateway, RawExchange, until
@@ -238,6 +239,22 @@ def test_liveness_beside_heavy_text_work() -> None:
         seconds = time.perf_counter() - start
         assert long.json()["count"] > 120_000
         assert turns > 5, f"the loop turned {turns} times in {seconds:.2f} s"
+
+    asyncio.run(main())
+
+
+def test_long_texts_make_no_short_one_wait() -> None:
+    async def main() -> None:
+        texts = TextAssets(long_bytes=10)
+        release = threading.Event()
+        long = [
+            asyncio.ensure_future(texts.run(lambda: release.wait(10), num_bytes=11))
+            for _ in range(8)
+        ]
+        assert await texts.run(lambda: "done", num_bytes=10) == "done"
+        assert not any(task.done() for task in long)
+        release.set()
+        await asyncio.gather(*long)
 
     asyncio.run(main())
 
