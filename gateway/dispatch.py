@@ -33,8 +33,13 @@ async def find_target(state: GatewayState, model: str | None) -> TargetModel:
 
 async def pass_gate(state: GatewayState, ticket: Ticket, view: TicketView) -> None:
     """Wait until every admission policy lets the ticket in. Raises the refusal."""
-    load = AdmissionView(queued_requests=state.admission.num_waiting)
-    while not state.admission.judge(ticket, view, load, state.clock.now()):  # noqa: ASYNC110
+    while True:
+        load = AdmissionView(
+            replicas=state.router.views(view.model),
+            queued_requests=state.admission.num_waiting,
+        )
+        if state.admission.judge(ticket, view, load, state.clock.now()):
+            return
         await anyio.sleep(_ASK_AGAIN_SECONDS)
 
 

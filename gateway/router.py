@@ -78,6 +78,11 @@ class Router:
         views = [self._view(replica) for replica in ready.values()]
         return ready[self._guard.choose(request, views, now)]
 
+    def views(self, model: str = "") -> tuple[ReplicaView, ...]:
+        """Return what policies may see of the replicas of a model, or of all where none is named."""
+        groups = [self._groups[model]] if model else self._groups.values()
+        return tuple(self._view(replica) for group in groups for replica in group.replicas)
+
     def _view(self, replica: Replica) -> ReplicaView:
         load = self.ledger.load(replica.id)
         card = replica.client.card

@@ -29,9 +29,11 @@ class Rule:
     def __init__(self, verdict: Callable[[TicketView, float], Verdict]) -> None:
         self._verdict = verdict
         self.seen: list[TicketView] = []
+        self.loads: list[AdmissionView] = []
 
     def admit(self, ticket: TicketView, view: AdmissionView, now: float) -> Verdict:
         self.seen.append(ticket)
+        self.loads.append(view)
         return self._verdict(ticket, now)
 
 
@@ -123,6 +125,8 @@ def test_the_second_judgement_knows_the_request() -> None:
         raw = b'{"prompt": [[1, 2], [3]], "n": 2, "max_tokens": 4}'
         assert client.post("/v1/completions", content=raw).status_code == 200
     arrival, parsed = rule.seen
+    for load in rule.loads:
+        assert [(replica.id, replica.num_requests) for replica in load.replicas] == [("tiny/0", 0)]
     assert arrival == TicketView(stage="arrival", num_body_bytes=len(raw))
     assert parsed == TicketView(
         stage="parsed",
