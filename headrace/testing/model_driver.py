@@ -65,18 +65,22 @@ class ModelDriver:
         ops.allocate_kv(groups, num_blocks, block_size)
 
     def logits(
-        self, token_ids: Sequence[int], chunk_sizes: Sequence[int] | None = None
-    ) -> NDArray[np.float64]:
-        """Return [T, vocab]: the logits behind every token, computed in chunks of these sizes."""
+        self, token_ids: Sequence[int], chunk_sizes: Sequence[int] | None = None, *, skip: int = 0
+    ) -> NDArray[np.floating]:
+        """Return [T - skip, vocab]: the logits behind every token but the first `skip`.
+
+        They are computed in chunks of `chunk_sizes`, or all at once.
+        """
         blocks = self._blocks_for([len(token_ids)])[0]
         rows, done = [], 0
         for size in chunk_sizes or [len(token_ids)]:
             tokens = token_ids[done : done + size]
-            batch = self._batch([SequenceStep(tokens, done, blocks, range(len(tokens)))])
-            rows.append(np.asarray(self._forward(batch), np.float64))
+            wanted = range(max(0, skip - done), len(tokens))
+            batch = self._batch([SequenceStep(tokens, done, blocks, wanted)])
+            rows.append(np.asarray(self._forward(batch)))
             done += size
         assert done == len(token_ids), f"chunks hold {done} tokens, there are {len(token_ids)}"
-        return np.concatenate(rows)
+        return np.concatenate(rows) if len(rows) > 1 else rows[0]
 
     def greedy(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
         """Return the next `num_tokens` tokens of each prompt, all decoded in one batch."""
