@@ -6,6 +6,7 @@ import ast
 import pathlib
 import subprocess
 import sys
+from collections.abc import Iterable
 
 import pytest
 
@@ -87,7 +88,7 @@ def modules() -> list[tuple[str, pathlib.Path]]:
     return found
 
 
-def owner(module: str, names: dict[str, object] | tuple[str, ...]) -> str | None:
+def owner(module: str, names: Iterable[str]) -> str | None:
     fits = [name for name in names if module == name or module.startswith(name + ".")]
     return max(fits, key=len) if fits else None
 

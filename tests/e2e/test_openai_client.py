@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 import openai
 import pytest
+from openai.types.chat import ChatCompletionMessageParam
 
 from headrace.testing.server import StartedServer
 
-MESSAGES = [{"role": "user", "content": "Say hello."}]
+MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Say hello."}]
 TEXT = "Hello brave new world!"
 
 
@@ -26,7 +27,7 @@ def model(client: openai.OpenAI) -> str:
 
 
 def test_chat(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(model=model(client), messages=MESSAGES)  # type: ignore[arg-type]
+    answer = client.chat.completions.create(model=model(client), messages=MESSAGES)
     assert answer.choices[0].message.content == TEXT
     assert answer.choices[0].message.tool_calls is None
     assert answer.choices[0].finish_reason == "stop"
@@ -39,7 +40,7 @@ def test_chat(client: openai.OpenAI) -> None:
 def test_streamed_chat_equals_the_plain_one(client: openai.OpenAI) -> None:
     stream = client.chat.completions.create(
         model=model(client),
-        messages=MESSAGES,  # type: ignore[arg-type]
+        messages=MESSAGES,
         stream=True,
         stream_options={"include_usage": True},
     )
@@ -52,7 +53,7 @@ def test_streamed_chat_equals_the_plain_one(client: openai.OpenAI) -> None:
 
 
 def test_several_choices(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(model=model(client), messages=MESSAGES, n=2)  # type: ignore[arg-type]
+    answer = client.chat.completions.create(model=model(client), messages=MESSAGES, n=2)
     assert [choice.index for choice in answer.choices] == [0, 1]
     assert [choice.message.content for choice in answer.choices] == [TEXT, TEXT]
 
@@ -60,7 +61,7 @@ def test_several_choices(client: openai.OpenAI) -> None:
 def test_logprobs(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model=model(client),
-        messages=MESSAGES,  # type: ignore[arg-type]
+        messages=MESSAGES,
         logprobs=True,
         top_logprobs=2,
         max_tokens=3,
@@ -81,21 +82,21 @@ def test_completions(client: openai.OpenAI) -> None:
 
 def test_errors_have_their_classes(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
-        client.chat.completions.create(model="nobody", messages=MESSAGES)  # type: ignore[arg-type]
+        client.chat.completions.create(model="nobody", messages=MESSAGES)
     assert missing.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError) as bad:
         client.chat.completions.create(
             model=model(client),
-            messages=MESSAGES,  # type: ignore[arg-type]
+            messages=MESSAGES,
             temperature=-1,
         )
     assert bad.value.param == "temperature"
     with pytest.raises(openai.BadRequestError) as tools:
         client.chat.completions.create(
             model=model(client),
-            messages=MESSAGES,  # type: ignore[arg-type]
+            messages=MESSAGES,
             tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}],
         )
     assert tools.value.param == "tools"
-    answer = client.chat.completions.create(model=model(client), messages=MESSAGES, tools=[])  # type: ignore[arg-type]
+    answer = client.chat.completions.create(model=model(client), messages=MESSAGES, tools=[])
     assert answer.choices[0].message.content == TEXT

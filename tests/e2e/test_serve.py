@@ -94,9 +94,10 @@ def test_a_signal_ends_it_cleanly(tmp_path: pathlib.Path, number: int, when: str
             client = httpx.stream("POST", f"{server.url}/v1/completions", timeout=30,
                                   json={"prompt": "x", "stream": True, "max_tokens": 300})  # fmt: skip
             with client as response:
-                next(response.iter_lines())
+                stream = response.iter_lines()
+                next(stream)
                 server.process.send_signal(number)
-                lines = list(response.iter_lines())
+                lines = list(stream)
             assert any('"error"' in line for line in lines)
         else:
             server.process.send_signal(number)
