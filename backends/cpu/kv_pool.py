@@ -53,7 +53,8 @@ def bytes_per_block(groups: Sequence[KVGroupSpec], block_size: int, dtype: torch
 def zero_plane(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Return zeros whose pages exist only once they are written."""
     num_bytes = math.prod(shape) * dtype.itemsize
-    pages = mmap.mmap(-1, max(num_bytes, mmap.PAGESIZE))
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared pages get no huge ones
+    pages = mmap.mmap(-1, max(num_bytes, mmap.PAGESIZE), flags=flags)
     return torch.frombuffer(pages, dtype=dtype, count=math.prod(shape)).view(shape)
 
 

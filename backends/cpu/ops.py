@@ -7,7 +7,7 @@ packs bf16 weights. Kernels get addresses, so that no call builds array objects.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numba
 import numpy as np
@@ -67,6 +67,7 @@ class CpuOps:
                 f"backend 'cpu' computes in {', '.join(DTYPES)}; dtype is {settings.dtype!r}"
             )
         self._num_threads = min(settings.num_threads, numba.config.NUMBA_NUM_THREADS)
+        numba.set_num_threads(self._num_threads)  # starts the pool, which resets torch's own number
         torch.set_num_threads(settings.num_threads)
         self._kv_dtype = kv_dtype_of(settings.kv_dtype)
         self._dtype = DTYPES[settings.dtype]

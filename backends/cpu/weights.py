@@ -1,8 +1,8 @@
 """The forms in which this backend holds a linear weight, made piece by piece.
 
-`PackedWeight` is oneDNN's own order, fastest at every number of rows but opaque. `RowsWeight` is plain rows, a view of
-the mapped file where that is stored in the right dtype: for the vocabulary's matrix (it is embedding and
-output at once, and its products stay f32), for `deterministic`, and where oneDNN is missing.
+`PackedWeight` is oneDNN's own order, fast at every number of rows but opaque. `RowsWeight` is plain
+rows, a view of the mapped file where that is stored in the right dtype: for the vocabulary's matrix (it is
+embedding and output at once, and its products stay f32), for `deterministic`, and without oneDNN.
 """
 
 from __future__ import annotations
