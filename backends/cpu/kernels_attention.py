@@ -20,16 +20,15 @@ from numba import prange
 
 from headrace.backends.cpu.kernel_cache import kernel
 from headrace.backends.cpu.kernels_rows import (
+    BF16,
     address_of,
-    exp32,
     floats,
     ints,
     load_row,
     row_size,
     store_row,
-    tanh32,
 )
-from headrace.backends.cpu.kernels_vector import dot16, scale_and_add16
+from headrace.backends.cpu.kernels_vector import attend16, prefetch, widen_bf16
 
 ROWS = 16
 TILE_ROWS = 48
@@ -39,108 +38,98 @@ _HIDDEN = np.float32(-np.inf)
 
 
 @kernel()
-def _expand_rows(plane, row_format, table, head, shape, first, count, out):  # type: ignore[no-untyped-def]
-    """out[16, head_dim] = rows first .. first + count of one head; the rest zeros."""
-    block_size, num_heads, head_dim = shape
-    size = row_size(row_format)
-    for i in range(ROWS):
-        target = out[i * head_dim : (i + 1) * head_dim]
-        if i >= count:
-            target[:] = np.float32(0.0)
-            continue
-        row = first + i
-        slot = np.int64(table[row // block_size]) * block_size + row % block_size
-        load_row(plane + (slot * num_heads + head) * head_dim * size, row_format, head_dim, target)
-
-
-@kernel()
-def _bias_rows(plane, table, head, shape, first, count, out):  # type: ignore[no-untyped-def]
-    """out[16] = the bias of rows first .. first + count for one head."""
-    block_size, num_heads, _ = shape
+def _find_rows(table, block_size, first, count, slots):  # type: ignore[no-untyped-def]
+    """slots[i] = the slot of row first + i."""
+    block, offset = first // block_size, first % block_size
+    slot = np.int64(table[block]) * block_size + offset
     for i in range(count):
-        row = first + i
-        slot = np.int64(table[row // block_size]) * block_size + row % block_size
-        out[i] = floats(plane + (slot * num_heads + head) * 4, 1)[0]
+        if offset == block_size:
+            block, offset = block + 1, 0
+            slot = np.int64(table[block]) * block_size
+        slots[i] = slot
+        slot += 1
+        offset += 1
 
 
 @kernel()
-def _softmax_step(scores, bias, has_bias, first, last, scale, softcap, largest):  # type: ignore[no-untyped-def]
-    """Turn 16 raw scores into weights for rows first .. last; return (largest so far, their sum)."""
-    for j in range(ROWS):
-        score = scores[j] * scale
-        if softcap > np.float32(0.0):
-            score = softcap * tanh32(score / softcap)
-        if has_bias:
-            score = score + bias[j]
-        scores[j] = score if first <= j < last else _HIDDEN
-    best = largest
-    for j in range(ROWS):
-        best = max(best, scores[j])
-    total = np.float32(0.0)
-    if best == _HIDDEN:
-        return best, total
-    for j in range(ROWS):
-        scores[j] = exp32(scores[j] - best)
-    for j in range(ROWS):
-        total += scores[j]
-    return best, total
+def _expand(plane, row_format, slots, head, num_heads, head_dim, count, out):  # type: ignore[no-untyped-def]
+    """out[16, head_dim] = one head of `count` slots; the rest zeros."""
+    row_bytes = head_dim * row_size(row_format)
+    for i in range(count):
+        address = plane + (slots[i] * num_heads + head) * row_bytes
+        if row_format == BF16:
+            widen_bf16(address, address_of(out) + i * head_dim * 4, head_dim)
+        else:
+            load_row(address, row_format, head_dim, out[i * head_dim : (i + 1) * head_dim])
+    if count < ROWS:
+        out[count * head_dim :] = np.float32(0.0)
+
+
+@kernel()
+def _prefetch_rows(plane, row_format, slots, head, num_heads, head_dim, count):  # type: ignore[no-untyped-def]
+    row_bytes = head_dim * row_size(row_format)
+    for i in range(count):
+        address = plane + (slots[i] * num_heads + head) * row_bytes
+        for offset in range(0, row_bytes, 64):
+            prefetch(address + offset)
 
 
 @kernel()
 def _attend_item(  # type: ignore[no-untyped-def]
     q, q_format, q_stride, out, out_format, out_stride, key_plane, value_plane, kv_format, bias_plane,
-    table, shape, ratio, head, kv_len, first_row, num_queries, scale, softcap, window, scratch,
+    table, shape, ratio, head, kv_len, first_row, num_queries, scale, softcap, window, scratch, slots,
 ):  # fmt: skip
     """`num_queries` queries; the first sits on row `first_row` of the sequence and sees up to it."""
-    head_dim = shape[2]
+    block_size, num_heads, head_dim = shape
     num_rows = num_queries * ratio
     keys, values = scratch[: ROWS * head_dim], scratch[ROWS * head_dim : 2 * ROWS * head_dim]
     rest = scratch[2 * ROWS * head_dim :]
-    scores, bias = rest[:ROWS], rest[ROWS : 2 * ROWS]
-    rest = rest[2 * ROWS :]
-    largest, sums = rest[:num_rows], rest[num_rows : 2 * num_rows]
-    queries = rest[2 * num_rows :][: num_rows * head_dim]
-    totals = rest[2 * num_rows + num_rows * head_dim :][: num_rows * head_dim]
-    q_bytes, out_bytes = row_size(q_format), row_size(out_format)
+    bias, states = rest[:ROWS], rest[ROWS : ROWS + 2 * num_rows]
+    rest = rest[ROWS + 2 * num_rows :]
+    queries, totals = (
+        rest[: num_rows * head_dim],
+        rest[num_rows * head_dim :][: num_rows * head_dim],
+    )
+    q_bytes, out_bytes, row_bytes = row_size(q_format), row_size(out_format), head_dim * 4
     for m in range(num_rows):
         column = (head * ratio + m % ratio) * head_dim
         source = q + (m // ratio) * q_stride + column * q_bytes
         load_row(source, q_format, head_dim, queries[m * head_dim : (m + 1) * head_dim])
-        largest[m] = _HIDDEN
-        sums[m] = np.float32(0.0)
+        states[2 * m] = _HIDDEN
+        states[2 * m + 1] = np.float32(0.0)
     totals[:] = np.float32(0.0)
     bias[:] = np.float32(0.0)
+    bias_at = address_of(bias) if bias_plane != 0 else np.int64(0)
     start = 0 if window <= 0 else max(0, first_row - window + 1)
     stop = min(kv_len, first_row + num_queries)
+    here, following = slots[:ROWS], slots[ROWS:]
+    _find_rows(table, block_size, start // ROWS * ROWS, min(ROWS, kv_len), here)
     for base in range(start // ROWS * ROWS, stop, ROWS):
         count = min(ROWS, kv_len - base)
-        _expand_rows(key_plane, kv_format, table, head, shape, base, count, keys)
-        _expand_rows(value_plane, kv_format, table, head, shape, base, count, values)
+        if base + ROWS < stop:
+            ahead = min(ROWS, kv_len - base - ROWS)
+            _find_rows(table, block_size, base + ROWS, ahead, following)
+            _prefetch_rows(key_plane, kv_format, following, head, num_heads, head_dim, ahead)
+            _prefetch_rows(value_plane, kv_format, following, head, num_heads, head_dim, ahead)
+        _expand(key_plane, kv_format, here, head, num_heads, head_dim, count, keys)
+        _expand(value_plane, kv_format, here, head, num_heads, head_dim, count, values)
         if bias_plane != 0:
-            _bias_rows(bias_plane, table, head, shape, base, count, bias)
+            for i in range(count):
+                bias[i] = floats(bias_plane + (here[i] * num_heads + head) * 4, 1)[0]
         for m in range(num_rows):
             last_seen = first_row + m // ratio
             first = 0 if window <= 0 else max(0, last_seen - window + 1 - base)
             last = min(ROWS, last_seen + 1 - base)
-            if first >= last:
-                continue
-            query = address_of(queries[m * head_dim :])
-            dot16(query, address_of(keys), head_dim * 4, head_dim, address_of(scores))
-            best, total = _softmax_step(
-                scores, bias, bias_plane != 0, first, last, scale, softcap, largest[m]
-            )
-            if best == _HIDDEN:
-                continue
-            fade = exp32(largest[m] - best)
-            largest[m] = best
-            sums[m] = sums[m] * fade + total
-            scale_and_add16(
-                address_of(totals[m * head_dim :]), fade, address_of(scores),
-                address_of(values), head_dim * 4, head_dim,
-            )  # fmt: skip
+            if first < last:
+                attend16(
+                    address_of(queries) + m * row_bytes, address_of(keys), address_of(values),
+                    address_of(totals) + m * row_bytes, address_of(states) + m * 8, bias_at,
+                    first, last, scale, softcap, head_dim,
+                )  # fmt: skip
+        here, following = following, here
     for m in range(num_rows):
         row = totals[m * head_dim : (m + 1) * head_dim]
-        divisor = sums[m] if sums[m] > np.float32(0.0) else np.float32(1.0)
+        divisor = states[2 * m + 1] if states[2 * m + 1] > np.float32(0.0) else np.float32(1.0)
         for i in range(head_dim):
             row[i] /= divisor
         column = (head * ratio + m % ratio) * head_dim
@@ -168,9 +157,9 @@ def attend_share(  # type: ignore[no-untyped-def]
     tables = ints(tables_at, num_sequences * table_width)
     tile = max(1, TILE_ROWS // ratio)
     shape = (block_size, num_kv_heads, head_dim)
-    scratch = np.empty(
-        2 * ROWS * head_dim + 2 * ROWS + tile * ratio * (2 * head_dim + 2), np.float32
-    )
+    tile_floats = tile * ratio * (2 * head_dim + 2)
+    scratch = np.empty(2 * ROWS * head_dim + ROWS + tile_floats, np.float32)
+    slots = np.empty(2 * ROWS, np.int64)
     total = 0
     for s in range(num_sequences):
         num_queries = query_starts[s + 1] - query_starts[s]
@@ -194,7 +183,7 @@ def attend_share(  # type: ignore[no-untyped-def]
                         key_plane, value_plane, kv_format, bias_plane,
                         tables[s * table_width : (s + 1) * table_width], shape, ratio, head,
                         kv_lens[s], row, num_tile, np.float32(scale), np.float32(softcap), window,
-                        scratch,
+                        scratch, slots,
                     )  # fmt: skip
                 done += cost
 

@@ -22,6 +22,7 @@ _F32 = ir.FloatType()
 _I32 = ir.IntType(32)
 _I64 = ir.IntType(64)
 _VECTOR = ir.VectorType(_F32, LANES)
+_INTEGERS = ir.VectorType(_I32, LANES)
 
 
 def _load(builder: Any, address: Any, offset: Any) -> Any:
@@ -112,6 +113,59 @@ def bits_of_float(typing_context: Any, value: Any) -> Any:
     return types.int32(types.float32), generate
 
 
+def _lanes(value: float) -> Any:
+    return ir.Constant(_VECTOR, [value] * LANES)
+
+
+def _whole_lanes(value: int) -> Any:
+    return ir.Constant(_INTEGERS, [value] * LANES)
+
+
+def _exp(builder: Any, x: Any) -> Any:
+    """e**x for x <= 0, 0 below -87: the same polynomial as kernels_rows.exp32."""
+    y = _call(builder, "llvm.maxnum.v16f32", _VECTOR, [x, _lanes(-87.0)])
+    rounding = _lanes(12582912.0)
+    n = builder.fsub(_fma(builder, y, _lanes(1.4426950408889634), rounding), rounding)
+    r = _fma(builder, n, _lanes(-0.693359375), y)
+    r = _fma(builder, n, _lanes(2.12194440e-4), r)
+    p = _lanes(1 / 720)
+    for coefficient in (1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0):
+        p = _fma(builder, p, r, _lanes(coefficient))
+    exponent = builder.add(builder.fptosi(n, _INTEGERS), _whole_lanes(127))
+    power = builder.bitcast(builder.shl(exponent, _whole_lanes(23)), _VECTOR)
+    is_small = builder.fcmp_ordered("<", x, _lanes(-87.0))
+    return builder.select(is_small, _lanes(0.0), builder.fmul(p, power))
+
+
+def _tanh(builder: Any, x: Any) -> Any:
+    """tanh with an absolute error of 2e-7: (1 - e) / (1 + e) with e = e**(-2|x|), and x's sign."""
+    size = _call(builder, "llvm.fabs.v16f32", _VECTOR, [x])
+    e = _exp(builder, builder.fmul(size, _lanes(-2.0)))
+    ratio = builder.fdiv(builder.fsub(_lanes(1.0), e), builder.fadd(_lanes(1.0), e))
+    return _call(builder, "llvm.copysign.v16f32", _VECTOR, [ratio, x])
+
+
+def _fold(builder: Any, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
+    """Return a vector with the combination of all lanes in every lane."""
+    for width in (8, 4, 2, 1):
+        other = _shuffle(builder, vector, vector, [lane ^ width for lane in range(LANES)])
+        vector = combine(vector, other)
+    return vector
+
+
+def _dot_rows(builder: Any, x: Any, rows: Any, stride: Any, count: Any) -> Any:
+    """Return the vector whose lane i is the dot product of x and row i."""
+    sums = [_variable(builder, _lanes(0.0)) for _ in range(LANES)]
+    starts = [builder.add(rows, builder.mul(stride, _const(i))) for i in range(LANES)]
+    with cgutils.for_range(builder, builder.sdiv(count, _const(LANES))) as loop:
+        offset = builder.mul(loop.index, _const(4 * LANES))
+        value = _load(builder, x, offset)
+        for total, start in zip(sums, starts, strict=True):
+            row = _load(builder, start, offset)
+            builder.store(_fma(builder, value, row, builder.load(total)), total)
+    return _sum_lanes_of_each(builder, [builder.load(total) for total in sums])
+
+
 @intrinsic  # type: ignore[untyped-decorator]
 def dot16(typing_context: Any, x: Any, rows: Any, stride: Any, count: Any, out: Any) -> Any:
     """out[i] = sum over j < count of x[j] * row_i[j], for 16 rows f32 `stride` bytes apart.
@@ -120,46 +174,132 @@ def dot16(typing_context: Any, x: Any, rows: Any, stride: Any, count: Any, out: 
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        x, rows, stride, count, out = arguments
-        zero = ir.Constant(_VECTOR, [0.0] * LANES)
-        sums = [_variable(builder, zero) for _ in range(LANES)]
-        starts = [builder.add(rows, builder.mul(stride, _const(i))) for i in range(LANES)]
-        with cgutils.for_range(builder, builder.sdiv(count, _const(LANES))) as loop:
-            offset = builder.mul(loop.index, _const(4 * LANES))
-            value = _load(builder, x, offset)
-            for total, start in zip(sums, starts, strict=True):
-                row = _load(builder, start, offset)
-                builder.store(_fma(builder, value, row, builder.load(total)), total)
-        totals = _sum_lanes_of_each(builder, [builder.load(total) for total in sums])
-        _store(builder, totals, out, _const(0))
+        *operands, out = arguments
+        _store(builder, _dot_rows(builder, *operands), out, _const(0))
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 5), generate
 
 
+def _add_values(builder: Any, total: Any, fade: Any, weights: Any, values: Any, size: Any) -> None:
+    """total[j] = fade * total[j] + sum over 16 rows of weights[i] * row_i[j]."""
+    factors = [_shuffle(builder, weights, weights, [i] * LANES) for i in range(LANES)]
+    row_bytes = builder.mul(size, _const(4))
+    starts = [builder.add(values, builder.mul(row_bytes, _const(i))) for i in range(LANES)]
+    with cgutils.for_range(builder, builder.sdiv(size, _const(LANES))) as loop:
+        offset = builder.mul(loop.index, _const(4 * LANES))
+        even = builder.fmul(_load(builder, total, offset), fade)
+        odd = _lanes(0.0)
+        for i in range(0, LANES, 2):
+            even = _fma(builder, factors[i], _load(builder, starts[i], offset), even)
+            odd = _fma(builder, factors[i + 1], _load(builder, starts[i + 1], offset), odd)
+        _store(builder, builder.fadd(even, odd), total, offset)
+
+
+def _score(builder: Any, arguments: Any) -> Any:
+    """Return the scores of 16 rows: scaled, capped, biased, -inf outside first .. last."""
+    query, keys, _, _, _, bias, first, last, scale, softcap, size = arguments
+    row_bytes = builder.mul(size, _const(4))
+    dots = _dot_rows(builder, query, keys, row_bytes, size)
+    scores = _variable(builder, builder.fmul(dots, _broadcast(builder, scale)))
+    with builder.if_then(builder.fcmp_ordered(">", softcap, ir.Constant(_F32, 0.0))):
+        cap = _broadcast(builder, softcap)
+        capped = _tanh(builder, builder.fdiv(builder.load(scores), cap))
+        builder.store(builder.fmul(capped, cap), scores)
+    with builder.if_then(builder.icmp_signed("!=", bias, _const(0))):
+        biased = builder.fadd(builder.load(scores), _load(builder, bias, _const(0)))
+        builder.store(biased, scores)
+    lane = ir.Constant(_INTEGERS, list(range(LANES)))
+    bounds = [
+        _shuffle(
+            builder,
+            builder.insert_element(
+                ir.Constant(_INTEGERS, ir.Undefined),
+                builder.trunc(bound, _I32),
+                ir.Constant(_I32, 0),
+            ),
+            ir.Constant(_INTEGERS, ir.Undefined),
+            [0] * LANES,
+        )
+        for bound in (first, last)
+    ]
+    is_seen = builder.and_(
+        builder.icmp_signed(">=", lane, bounds[0]), builder.icmp_signed("<", lane, bounds[1])
+    )
+    return builder.select(is_seen, builder.load(scores), _lanes(float("-inf")))
+
+
 @intrinsic  # type: ignore[untyped-decorator]
-def scale_and_add16(
-    typing_context: Any, total: Any, scale: Any, weights: Any, rows: Any, stride: Any, count: Any
-) -> Any:
-    """total[j] = scale * total[j] + sum over 16 rows of weights[i] * row_i[j]; count is a multiple of 16."""
+def attend16(
+    typing_context: Any, query: Any, keys: Any, values: Any, total: Any, state: Any, bias: Any,
+    first: Any, last: Any, scale: Any, softcap: Any, size: Any,
+) -> Any:  # fmt: skip
+    """Take rows first .. last of 16 rows [16, size] f32 into one query's softmax.
+
+    total [size] is the weighted sum of values so far, state the largest score and the sum of weights.
+    `bias` [16] is added to the scores where its address is not 0. Hidden rows change nothing.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        total, scale, weights, rows, stride, count = arguments
-        factor = _broadcast(builder, scale)
-        loaded = _load(builder, weights, _const(0))
-        factors = [_shuffle(builder, loaded, loaded, [i] * LANES) for i in range(LANES)]
-        starts = [builder.add(rows, builder.mul(stride, _const(i))) for i in range(LANES)]
-        with cgutils.for_range(builder, builder.sdiv(count, _const(LANES))) as loop:
-            offset = builder.mul(loop.index, _const(4 * LANES))
-            even = builder.fmul(_load(builder, total, offset), factor)
-            odd = ir.Constant(_VECTOR, [0.0] * LANES)
-            for i in range(0, LANES, 2):
-                even = _fma(builder, factors[i], _load(builder, starts[i], offset), even)
-                odd = _fma(builder, factors[i + 1], _load(builder, starts[i + 1], offset), odd)
-            _store(builder, builder.fadd(even, odd), total, offset)
+        values, total, state, size = arguments[2], arguments[3], arguments[4], arguments[10]
+        scores = _score(builder, arguments)
+
+        def larger(x: Any, y: Any) -> Any:
+            return _call(builder, "llvm.maxnum.v16f32", _VECTOR, [x, y])
+
+        state_pointer = builder.inttoptr(state, _F32.as_pointer())
+        sum_pointer = builder.inttoptr(builder.add(state, _const(4)), _F32.as_pointer())
+        previous = _broadcast(builder, builder.load(state_pointer))
+        best = larger(_fold(builder, scores, larger), previous)
+        best_scalar = builder.extract_element(best, ir.Constant(_I32, 0))
+        hidden = ir.Constant(_F32, float("-inf"))
+        with builder.if_then(builder.fcmp_ordered(">", best_scalar, hidden)):
+            weights = _exp(builder, builder.fsub(scores, best))
+            fade = _exp(builder, builder.fsub(previous, best))
+            added = builder.extract_element(
+                _fold(builder, weights, builder.fadd), ir.Constant(_I32, 0)
+            )
+            kept = builder.fmul(
+                builder.load(sum_pointer), builder.extract_element(fade, ir.Constant(_I32, 0))
+            )
+            builder.store(best_scalar, state_pointer)
+            builder.store(builder.fadd(kept, added), sum_pointer)
+            _add_values(builder, total, fade, weights, values, size)
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.float32, *[types.int64] * 4), generate
+    floats = [types.float32] * 2
+    return types.void(*[types.int64] * 8, *floats, types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def widen_bf16(typing_context: Any, source: Any, target: Any, count: Any) -> Any:
+    """target f32 = source bf16, `count` a multiple of 16."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        source, target, count = arguments
+        packed = ir.VectorType(ir.IntType(16), LANES)
+        with cgutils.for_range(builder, builder.sdiv(count, _const(LANES))) as loop:
+            address = builder.add(source, builder.mul(loop.index, _const(2 * LANES)))
+            halves = builder.load(builder.inttoptr(address, packed.as_pointer()), align=2)
+            bits = builder.shl(builder.zext(halves, _INTEGERS), _whole_lanes(16))
+            offset = builder.mul(loop.index, _const(4 * LANES))
+            _store(builder, builder.bitcast(bits, _VECTOR), target, offset)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def prefetch(typing_context: Any, address: Any) -> Any:
+    """Ask for a cache line; any address will do."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+        flags = [ir.Constant(_I32, flag) for flag in (0, 3, 1)]
+        _call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer, *flags])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
 
 
 def _largest(typing_context: Any, values: Any, count: Any) -> Any:
