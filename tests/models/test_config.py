@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from headrace.models.rope import RopeConfig
 from headrace.testing.gguf_files import tiny_gguf_tensors, tiny_metadata
 from headrace.testing.tiny_models import TINY_ARCHITECTURES, tiny_config
 
-LLAMA3 = {
+LLAMA3: dict[str, Any] = {
     "rope_type": "llama3",
     "factor": 8.0,
     "low_freq_factor": 1.0,
@@ -30,10 +31,12 @@ def _hf(model_type: str = "llama", **changes: Any) -> ModelConfig:
 
 
 def _gguf(
-    model_type: str = "llama", factors: tuple[float, ...] = (), **changes: Any
+    changes: Mapping[str, Any] | None = None,
+    model_type: str = "llama",
+    factors: tuple[float, ...] = (),
 ) -> ModelConfig:
     table = tiny_config(model_type)
-    metadata = {**tiny_metadata(model_type, table), **changes}
+    metadata = {**tiny_metadata(model_type, table), **(changes or {})}
     metadata = {key: value for key, value in metadata.items() if value is not None}
     names = tiny_gguf_tensors(model_type, table)
     return config_from_gguf(metadata, names.__contains__, factors)
@@ -41,7 +44,7 @@ def _gguf(
 
 @pytest.mark.parametrize("model_type", TINY_ARCHITECTURES)
 def test_both_sources_say_the_same(model_type: str) -> None:
-    left, right = _hf(model_type), _gguf(model_type)
+    left, right = _hf(model_type), _gguf(model_type=model_type)
     for name in ModelConfig.__dataclass_fields__:
         if name in ("raw", "eos_token_ids"):
             continue
@@ -62,7 +65,7 @@ def test_oracle_reads_the_same_rope_frequencies() -> None:
             max_position_embeddings=131072,
             rope_parameters=full,
         )
-        function = ROPE_INIT_FUNCTIONS[parameters["rope_type"]]  # type: ignore[index]
+        function = ROPE_INIT_FUNCTIONS[parameters["rope_type"]]
         expected, scale = function(oracle, torch.device("cpu"))
         config = _hf(
             hidden_size=512,
@@ -77,7 +80,8 @@ def test_oracle_reads_the_same_rope_frequencies() -> None:
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
 def test_both_spellings_of_rope_scaling(key: str) -> None:
-    rope = _hf(rope_theta=500_000.0, **{key: LLAMA3}).rope
+    changes: dict[str, Any] = {key: LLAMA3}
+    rope = _hf(rope_theta=500_000.0, **changes).rope
     assert (rope.scaling, rope.factor, rope.theta) == ("llama3", 8.0, 500_000.0)
 
 
@@ -107,7 +111,7 @@ def test_unsupported_rope_scaling_is_named(kind: str) -> None:
     with pytest.raises(ModelError, match=f"'{kind}' is not supported; supported are none, linear"):
         _hf(rope_scaling={"rope_type": kind, "factor": 2.0})
     with pytest.raises(ModelError, match=f"'{kind}' is not supported"):
-        _gguf(**{"llama.rope.scaling.type": kind})
+        _gguf({"llama.rope.scaling.type": kind})
 
 
 def test_incomplete_rope_scaling_names_what_is_missing() -> None:
@@ -133,7 +137,7 @@ def test_gemma_linear_scaling_is_global_only() -> None:
     assert config.rope_local is not None
     assert config.rope_local.scaling == "none"
     scaled = _gguf(
-        "gemma3_text", **{"gemma3.rope.scaling.type": "linear", "gemma3.rope.scaling.factor": 8.0}
+        {"gemma3.rope.scaling.type": "linear", "gemma3.rope.scaling.factor": 8.0}, "gemma3_text"
     )
     assert (scaled.rope, scaled.rope_local) == (config.rope, config.rope_local)
 
@@ -166,7 +170,7 @@ def test_gemma_27b_scales_queries_by_its_own_rule() -> None:
         "gemma3.attention.key_length": 128,
         "gemma3.attention.value_length": 128,
     }
-    assert _gguf("gemma3_text", **changes).query_scale == pytest.approx(168**-0.5)
+    assert _gguf(changes, "gemma3_text").query_scale == pytest.approx(168**-0.5)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +241,7 @@ def test_what_cannot_be_served_is_named(changes: dict[str, Any], says: str) -> N
 )
 def test_gguf_metadata_that_cannot_be_served(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ModelError, match=says):
-        _gguf(**changes)
+        _gguf(changes)
 
 
 def test_optional_metadata_may_be_absent() -> None:
@@ -255,7 +259,7 @@ def test_optional_metadata_may_be_absent() -> None:
 
 
 def test_per_layer_arrays_of_equal_values_are_one_value() -> None:
-    config = _gguf(**{"llama.attention.head_count_kv": np.array([2, 2])})
+    config = _gguf({"llama.attention.head_count_kv": np.array([2, 2])})
     assert config.num_kv_heads == 2
 
 

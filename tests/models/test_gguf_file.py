@@ -158,7 +158,7 @@ def test_endless_nesting_is_refused(tmp_path: Path) -> None:
 
 def _edited(tmp_path: Path, name: str, **fields: Any) -> Path:
     """A file with two F32 tensors whose entry for `name` is replaced field by field."""
-    entries = {
+    entries: dict[str, dict[str, Any]] = {
         "a": {"dimensions": [8, 4], "type": 0, "offset": 0},
         "b": {"dimensions": [8, 4], "type": 0, "offset": 128},
     }

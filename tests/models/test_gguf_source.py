@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -66,7 +67,10 @@ def test_quantized_rows_are_gathered_whole(tmp_path: Path, kind: str) -> None:
     plain = tiny_gguf_tensors("llama", table)
     name = "blk.0.attn_q.weight"
     blocks = quants.quantize(plain[name], number)
-    tensors = {**plain, name: RawTensor(int(number), plain[name].shape, blocks.tobytes())}
+    tensors: dict[str, Any] = {
+        **plain,
+        name: RawTensor(int(number), plain[name].shape, blocks.tobytes()),
+    }
     source = _opened(write_gguf(tmp_path / "m.gguf", tiny_metadata("llama", table), tensors))
     part = source.read("model.layers.0.self_attn.q_proj.weight")
     assert part.scheme == kind.lower()
@@ -86,9 +90,9 @@ def test_unmoved_tensors_are_views(tmp_path: Path) -> None:
 
 def test_types_may_differ_per_tensor(tmp_path: Path) -> None:
     table = tiny_config("llama")
-    tensors: dict[str, object] = dict(tiny_gguf_tensors("llama", table))
-    tensors["blk.0.ffn_up.weight"] = tensors["blk.0.ffn_up.weight"].astype(np.float16)  # type: ignore[attr-defined]
-    source = GGUFSource(write_gguf(tmp_path / "m.gguf", tiny_metadata("llama", table), tensors))  # type: ignore[arg-type]
+    tensors: dict[str, Any] = dict(tiny_gguf_tensors("llama", table))
+    tensors["blk.0.ffn_up.weight"] = tensors["blk.0.ffn_up.weight"].astype(np.float16)
+    source = GGUFSource(write_gguf(tmp_path / "m.gguf", tiny_metadata("llama", table), tensors))
     assert source.scheme("model.layers.0.mlp.up_proj.weight")[0] == "f16"
     assert source.scheme("model.layers.1.mlp.up_proj.weight")[0] == "f32"
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from headrace.errors import ModelError
@@ -35,7 +37,10 @@ def test_tensors_come_out_as_stored(
 
 
 def test_files_of_the_safetensors_library(tmp_path: Path) -> None:
-    tensors = {"a": np.arange(6, dtype=np.float16).reshape(2, 3), "b": np.ones(1, np.float32)}
+    tensors: dict[str, NDArray[Any]] = {
+        "a": np.arange(6, dtype=np.float16).reshape(2, 3),
+        "b": np.ones(1, np.float32),
+    }
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     source = SafetensorsSource(tmp_path)
     assert source.scheme("a") == ("f16", (2, 3))
