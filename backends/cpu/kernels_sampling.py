@@ -332,7 +332,7 @@ def sample_row(  # type: ignore[no-untyped-def]
                 longs_of[r], seeds[r],
             )  # fmt: skip
     token_ids[r] = token
-    count = min(np.int64(ints_of[r, 1]), vocab)
+    count = min(int(ints_of[r, 1]), vocab)
     if count >= 0:
         total = _log_sum_exp(raw, raw_best)
         logprobs[r] = np.float64(raw[token]) - total

@@ -221,7 +221,7 @@ class CpuOps:
         return residual.float().add_(x)
 
     def split(self, x: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
-        return x.split(list(sizes), dim=1)
+        return torch.split_with_sizes(x, list(sizes), dim=1)
 
     def rope_write_kv(
         self,

@@ -64,11 +64,13 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 def pack(rows: torch.Tensor) -> torch.Tensor:
     """Return rows in the order oneDNN wants for about 16 rows of x (the order for 1 is the same)."""
-    return torch.ops.mkldnn._reorder_linear_weight(rows, 16)
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(rows, 16)
+    return packed
 
 
 def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    return product
 
 
 def is_vocabulary(name: str) -> bool:
