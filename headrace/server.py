@@ -38,6 +38,9 @@ from headrace.policy_guard import AdmissionGuard
 from headrace.types import ModelCard, ServerInfo
 
 _GRACE_SECONDS = 1
+_SEND_BUFFER_BYTES = 128 << 10
+"""What the kernel keeps for a client that does not read. Left alone it would grow to several MB each,
+and a stream would be over before its writer felt that nobody takes it."""
 
 
 def run_server(loaded: LoadedConfig) -> int:
@@ -67,6 +70,7 @@ def bind(host: str, port: int) -> socket.socket:
         )[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         listener.bind(address)
         listener.listen(2048)
     except OSError as error:

@@ -97,6 +97,12 @@ class RawClient:
                 pieces.append(piece)
         return b"".join(pieces)
 
+    def __enter__(self) -> RawClient:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.leave()
+
     def leave(self) -> None:
         """Close the connection at once, as a killed client does."""
         self.socket.close()
