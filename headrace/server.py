@@ -114,6 +114,7 @@ class Gateway:
             observers=self._observers,
             admission=build_admission(config, registries),
         )
+        self._texts = state.texts
         self._http = HttpServer(
             uvicorn.Config(
                 create_app(state),
@@ -158,6 +159,10 @@ class Gateway:
                 await replica.client.start()
             except RequestError as error:
                 failures.append(str(error))
+            if replica.client.card is not None:
+                await self._texts.get(
+                    replica.client.card
+                )  # warns now, and spares the first request
 
         with stage_progress() as report:
             async with anyio.create_task_group() as watchers:

@@ -126,3 +126,19 @@ def test_set_reaches_any_key(tmp_path: pathlib.Path) -> None:
         refused = httpx.post(f"{server.url}/v1/completions", json=body)
         assert refused.status_code == 400
         assert refused.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_a_broken_template_is_a_warning_at_start_and_a_400_on_chat(tmp_path: pathlib.Path) -> None:
+    """T11: said before anybody asks; completions work."""
+    path = write_script(tmp_path / "script.json", ["Hi"], chat_template="{% for message in")
+    with started_server(["--model", f"scripted:{path}"]) as server:
+        deadline = time.monotonic() + 20
+        while "cannot be" not in "".join(server.output):
+            assert time.monotonic() < deadline, server.output
+            time.sleep(0.05)
+        warnings = [line for line in server.output if "chat template" in line]
+        assert len(warnings) == 1 and "warning" in warnings[0]
+        body = {"messages": [{"role": "user", "content": "x"}]}
+        chat = httpx.post(f"{server.url}/v1/chat/completions", json=body)
+        assert chat.status_code == 400 and "template" in chat.json()["error"]["message"]
+        assert stream_text(server.url, "/v1/completions", {"prompt": "x"}) == "Hi"
