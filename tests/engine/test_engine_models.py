@@ -71,20 +71,24 @@ def run(driver: EngineDriver, which: range = range(len(PROMPTS))) -> list[Answer
 
 
 @pytest.fixture
-def plain(make: Make, request: pytest.FixtureRequest) -> Callable[[list[Answer]], None]:
+def exact(request: pytest.FixtureRequest) -> bool:
+    """Whether bits must agree: NumPy's products depend on the number of rows in their last ones."""
+    return "cpu" in request.node.callspec.id
+
+
+@pytest.fixture
+def plain(make: Make, exact: bool) -> Callable[[list[Answer]], None]:
     """Return a check that answers equal those of each request alone, nothing cached or cut."""
     driver = make(prefix_caching=False)
     expected = [run(driver, range(k, k + 1))[0] for k in range(len(PROMPTS))]
-    is_exact = "cpu" in request.node.callspec.id
 
     def check(answers: list[Answer]) -> None:
         for (tokens, logprobs), (right_tokens, right_logprobs) in zip(
             answers, expected, strict=True
         ):
             assert tokens == right_tokens
-            # NumPy's products depend on the number of rows in their last bits
             assert logprobs == (
-                right_logprobs if is_exact else pytest.approx(right_logprobs, abs=1e-6)
+                right_logprobs if exact else pytest.approx(right_logprobs, abs=1e-6)
             )
 
     return check
@@ -104,6 +108,33 @@ def test_cached(make: Make, plain: Callable[[list[Answer]], None]) -> None:
     run(driver)
     plain(run(driver))
     assert driver.engine.stats().prefix_hit_tokens_total > 0
+
+
+LENGTHS = (1, 15, 16, 17, 31, 32, 33)
+
+
+def test_prompts_around_the_block_size_sent_three_times(make: Make, exact: bool) -> None:
+    """C04: cached text and first-token log probabilities are the uncached ones, twins at once included."""
+    sampling: dict[str, Any] = {"max_tokens": 6, "logprobs": 2}
+    prompts = [[1 + (5 * i + length) % 90 for i in range(length)] for length in LENGTHS]
+    driver = make(block_size=16)
+    for prompt in prompts:
+        cold = make(block_size=16, prefix_caching=False)
+        name = cold.submit(prompt, **sampling)
+        cold.run()
+        tokens, logprobs = answer(cold, name)
+        names = []
+        for copies in (1, 1, 1, 2):
+            names += [driver.submit(prompt, **sampling) for _ in range(copies)]
+            driver.run()
+        for place, name in enumerate(names):
+            found = answer(driver, name)
+            assert found[0] == tokens, (len(prompt), place)
+            assert found[1] == (logprobs if exact else pytest.approx(logprobs, abs=1e-6))
+            usage = driver.last(name).usage
+            assert usage is not None
+            assert usage.cached_tokens == (0 if place == 0 else (len(prompt) - 1) // 16 * 16)
+        driver.assert_empty()
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
@@ -129,9 +160,7 @@ def test_choices_are_the_same_however_they_come_to_their_blocks(make: Make) -> N
         driver.assert_empty()
 
 
-def test_prompt_logprobs_do_not_depend_on_chunks(
-    make: Make, request: pytest.FixtureRequest
-) -> None:
+def test_prompt_logprobs_do_not_depend_on_chunks(make: Make, exact: bool) -> None:
     reports = []
     for budget in (64, 9):
         driver = make(max_batched_tokens=budget)
@@ -140,5 +169,4 @@ def test_prompt_logprobs_do_not_depend_on_chunks(
         prompt_logprobs = driver.events[name, 0][0].prompt_logprobs
         assert prompt_logprobs is not None
         reports.append([entry.chosen.logprob for entry in prompt_logprobs if entry])
-    is_exact = "cpu" in request.node.callspec.id
-    assert reports[0] == (reports[1] if is_exact else pytest.approx(reports[1], abs=1e-6))
+    assert reports[0] == (reports[1] if exact else pytest.approx(reports[1], abs=1e-6))
