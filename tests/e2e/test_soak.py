@@ -14,6 +14,7 @@ import psutil
 import pytest
 from httpx_aiohttp import AiohttpTransport
 
+from headrace.testing.live import Numbers, until_idle
 from headrace.testing.script_file import write_script
 from headrace.testing.server import StartedServer, started_server
 
@@ -118,6 +119,44 @@ def anonymous_bytes(server: StartedServer) -> dict[str, int]:
         status = pathlib.Path(f"/proc/{process.pid}/status").read_text()
         sizes[name] = int(status.split("RssAnon:")[1].split()[0]) << 10
     return sizes
+
+
+def test_times_and_hits_of_preempted_requests(small_server: StartedServer) -> None:
+    """M03, M05: one sample of each time per request, whatever its n, chunks and preemptions; what is
+    computed again after a preemption is no cache hit.
+    """
+    url = small_server.url
+    names = (
+        *("time_to_first_token_seconds_count", "queue_seconds_count", "prefill_seconds_count"),
+        *("decode_seconds_count", "prefix_query_tokens_total", "prefix_hit_tokens_total"),
+        "preemptions_total",
+    )
+    before = Numbers(url)
+
+    async def send_all() -> None:
+        async with httpx.AsyncClient(transport=AiohttpTransport(), timeout=120) as client:
+
+            async def send_one(number: int) -> None:
+                prompt = f"{number:03}" + " unlike any other" * 6  # some are cut into chunks
+                body = {"prompt": prompt, "n": 2, "max_tokens": 80}
+                answer = await client.post(f"{url}/v1/completions", json=body)
+                assert answer.json()["usage"]["completion_tokens"] == 160
+                assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+            async with anyio.create_task_group() as group:
+                for number in range(100):
+                    group.start_soon(send_one, number)
+
+    anyio.run(send_all)
+    after = until_idle(url)
+    counts = {name: after.value(name) - before.value(name) for name in names}
+    assert counts.pop("preemptions_total") > 0
+    assert counts == {
+        **dict.fromkeys(names[:4], 100),
+        "prefix_query_tokens_total": 100 * len("000" + " unlike any other" * 6),
+        "prefix_hit_tokens_total": 0,
+    }
+    assert after.value("inter_token_seconds_count") > before.value("inter_token_seconds_count")
 
 
 def test_nothing_is_left_behind(small_server: StartedServer) -> None:
