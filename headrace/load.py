@@ -1,7 +1,7 @@
 """A closed-loop load generator for any OpenAI-compatible server, and the figures it gives.
 
-TTFT is first text minus send; TPOT is (end of text - first text) / (tokens - 1); failures are counted
-apart and never enter a latency. Tokens are the server's own count (`usage`), so servers that put
+TTFT is first text minus send; TPOT is (end of text - first text) / (tokens - 1); failures, a stream
+without [DONE] among them, are counted apart and never enter a latency. Tokens are the server's own count (`usage`), so servers that put
 several tokens into one event are measured fairly.
 """
 
@@ -156,6 +156,7 @@ async def _send(
         body["model"] = plan.model
     start = time.perf_counter()
     first = last = None
+    is_done = False
     try:
         async with client.stream("POST", f"{plan.url}/v1/completions", json=body) as response:
             if response.status_code != 200:
@@ -163,6 +164,7 @@ async def _send(
                 outcome.error = f"HTTP {response.status_code}: {text[:200]}"
                 return
             async for line in response.aiter_lines():
+                is_done = is_done or line.removeprefix("data:").strip() == "[DONE]"
                 if _read_event(line, outcome):
                     last = time.perf_counter()
                     first = first or last
@@ -170,8 +172,9 @@ async def _send(
         outcome.error = outcome.error or f"{type(error).__name__}: {error}"
     finally:
         outcome.duration_seconds = time.perf_counter() - start
-    if first is None and outcome.error is None:
-        outcome.error = "the stream ended without any text"
+    if outcome.error is None and not (first and is_done):
+        missing = "[DONE]" if first else "any text"
+        outcome.error = f"the stream ended without {missing}"
     if first is not None and last is not None:
         outcome.ttft_seconds = first - start
         if outcome.output_tokens > 1:
