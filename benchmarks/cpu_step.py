@@ -9,17 +9,16 @@ import argparse
 import cProfile
 import pstats
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 
-import numpy as np
-
 from headrace.backends.batches import SequenceStep, forward_batch, sampling_batch
-from headrace.backends.cpu.ops import CpuOps
-from headrace.backends.runner import OpsRunner
+from headrace.backends.cpu.backend import CpuBackend
+from headrace.clock import SystemClock
 from headrace.group import SingleRank
-from headrace.interfaces import LoadedModel
+from headrace.interfaces import LoadedModel, Runner
 from headrace.models.checkpoint import open_model
 from headrace.plugins.manager import create_plugin_manager
 from headrace.plugins.registry import Registries
@@ -43,10 +42,11 @@ def load(path: Path) -> LoadedModel:
     return open_model(path, name=path.name, registry_models=known)
 
 
-def step(runner: OpsRunner, batch: ForwardBatch) -> None:
-    handle = runner.execute(batch)
-    handle.sample()
-    handle.result()
+def run(runner: Runner, batches: Sequence[ForwardBatch]) -> None:
+    for batch in batches:
+        handle = runner.execute(batch)
+        handle.sample()
+        handle.result()
 
 
 def timed(call: Callable[[], None], count: int) -> tuple[float, float]:
@@ -65,7 +65,8 @@ def decode(num_rows: int, temperature: float, context: int = CONTEXT) -> Forward
         SequenceStep([7], context, range(row * per_sequence, (row + 1) * per_sequence))
         for row in range(num_rows)
     ]
-    columns = {"temperature": [temperature] * num_rows, "seeds": np.arange(num_rows)}
+    columns: dict[str, Sequence[float]] = {"temperature": [temperature] * num_rows}
+    columns["seeds"] = range(num_rows)
     sampling = sampling_batch(num_rows, columns)
     return forward_batch(sequences, block_size=BLOCK_SIZE, sampling=sampling, num_groups=2)
 
@@ -92,10 +93,9 @@ def main() -> None:
         deterministic=arguments.deterministic,
         max_model_len=2048,
     )
+    backend, model = CpuBackend.open(0, None, SystemClock()), load(arguments.model)
     before, start = anonymous_mb(), time.perf_counter()
-    runner = OpsRunner(
-        CpuOps(settings), load(arguments.model), SingleRank(), settings, schemes=CpuOps.schemes
-    )
+    runner = backend.create_runner(model, SingleRank(), settings)
     loaded = time.perf_counter() - start
     print(f"load {loaded:.2f} s, anonymous memory +{anonymous_mb() - before:.0f} MB, ", end="")
     print(f"weights {runner.memory().weight_bytes / 2**20:.0f} MB")
@@ -109,21 +109,20 @@ def main() -> None:
     for temperature in (0.0, 1.0):
         for rows in (1, 4, 16, 64):
             batch = decode(rows, temperature)
-            middle, best = timed(lambda batch=batch: step(runner, batch), 15)  # type: ignore[misc]
+            middle, best = timed(partial(run, runner, [batch]), 15)
             print(f"decode {rows:3} rows, T {temperature}: {middle:7.2f} ms (best {best:.2f})")
     for total, chunk in ((120, 120), (1000, 512), (1000, 128)):
         sizes = [(min(chunk, total - at), at) for at in range(0, total, chunk)]
         batches = [prefill(size, at) for size, at in sizes]
-        middle, best = timed(lambda batches=batches: [step(runner, b) for b in batches], 5)  # type: ignore[misc]
+        middle, best = timed(partial(run, runner, batches), 5)
         print(f"prefill {total} in chunks of {chunk}: {middle:.1f} ms (best {best:.1f})")
 
 
-def profile(runner: OpsRunner, batch: ForwardBatch) -> None:
-    step(runner, batch)
+def profile(runner: Runner, batch: ForwardBatch) -> None:
+    run(runner, [batch])
     profiler = cProfile.Profile()
     profiler.enable()
-    for _ in range(20):
-        step(runner, batch)
+    run(runner, [batch] * 20)
     profiler.disable()
     pstats.Stats(profiler).sort_stats("tottime").print_stats(22)
 

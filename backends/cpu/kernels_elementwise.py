@@ -69,7 +69,7 @@ def norm_parallel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     for worker in prange(num_workers):
         norm_share(
-            worker, num_workers, x, x_format, x_stride, residual, residual_stride,
+            np.int64(worker), num_workers, x, x_format, x_stride, residual, residual_stride,
             out, out_format, out_stride, weight_at, eps, num_rows, num_groups, size,
         )  # fmt: skip
 
@@ -111,7 +111,7 @@ def gate_parallel(  # type: ignore[no-untyped-def]
 ):
     for worker in prange(num_workers):
         gate_share(
-            worker, num_workers, x, x_format, x_stride, out, out_format, out_stride,
+            np.int64(worker), num_workers, x, x_format, x_stride, out, out_format, out_stride,
             activation, num_rows, size,
         )  # fmt: skip
 
@@ -163,7 +163,7 @@ def rope_parallel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     for worker in prange(num_workers):
         rope_share(
-            worker, num_workers, q, q_format, q_stride, k, k_format, k_stride, v, v_format, v_stride,
+            np.int64(worker), num_workers, q, q_format, q_stride, k, k_format, k_stride, v, v_format, v_stride,
             out, out_stride, key_plane, value_plane, kv_format, positions_at, slots_at, cosines_at,
             sines_at, num_rows, num_heads, num_kv_heads, head_dim, half,
         )  # fmt: skip

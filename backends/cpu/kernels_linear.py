@@ -2,7 +2,10 @@
 
 Serves the vocabulary's matrix always (its rows are also the embedding, and logits stay f32) and every
 product under `deterministic`. 16 rows of the weight are expanded to f32 (they stay in the first
-cache) and meet all rows of x. About half the speed of oneDNN's packed f32 product at 16 rows.
+cache) and meet all rows of x.
+
+A vocabulary of 49,152 x 576 on Zen 5, one thread, ms at 1 / 4 / 16 / 64 rows: this in bf16 with f32
+logits 4.5 / 5.6 / 8.8 / 22; oneDNN packed bf16 with bf16 logits 1.4 / 1.8 / 3.1 / 8.7 (near 16 those are 1/8 apart).
 """
 
 from __future__ import annotations
@@ -78,6 +81,6 @@ def product_parallel(  # type: ignore[no-untyped-def]
 ):
     for worker in prange(num_workers):
         product_share(
-            worker, num_workers, x, x_format, x_stride, weight, weight_format, bias, out, out_stride,
+            np.int64(worker), num_workers, x, x_format, x_stride, weight, weight_format, bias, out, out_stride,
             num_rows, in_size, out_size,
         )  # fmt: skip

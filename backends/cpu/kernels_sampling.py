@@ -364,7 +364,8 @@ def sample_parallel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     for worker in prange(num_workers):
         sample_share(
-            worker, num_workers, logits_at, stride, vocab, scratch, floats_of, ints_of, longs_of, seeds,
-            history_ids, history_counts, bias_ids, bias_values, mask_of, masks, token_ids, failed,
+            np.int64(worker), num_workers, logits_at, stride, vocab, scratch, floats_of, ints_of,
+            longs_of, seeds, history_ids, history_counts, bias_ids, bias_values, mask_of, masks,
+            token_ids, failed,
             logprobs, top_ids, top_logprobs,
         )  # fmt: skip

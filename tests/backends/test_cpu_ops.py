@@ -102,13 +102,17 @@ def test_rotation_and_write(kv_dtype: str, rotary_half: int) -> None:
     steps = [SequenceStep([0] * 19, 30, [5, 0, 3, 1]), SequenceStep([0], 2, [4])]
     batch = forward_batch(steps, block_size=16)
     q, k, v = (random_array(20, heads * 64, seed=heads) for heads in (6, 2, 2))
-    out = []
-    for one in (ops, oracle):
-        one.allocate_kv([group], 6, 16)
-        table = one.rope_table(frequencies, 1.25, 64)
-        arrays = [column_view(a) if one is ops else a.astype(np.float64) for a in (q, k, v)]
-        out.append(one.rope_write_kv(*arrays, table, 0, one.plan_step(batch)))
-    close(out[0], out[1])
+    ops.allocate_kv([group], 6, 16)
+    oracle.allocate_kv([group], 6, 16)
+    given_q = ops.rope_write_kv(
+        *(column_view(q), column_view(k), column_view(v)),
+        *(ops.rope_table(frequencies, 1.25, 64), 0, ops.plan_step(batch)),
+    )
+    exact_q = oracle.rope_write_kv(
+        *(q.astype(np.float64), k.astype(np.float64), v.astype(np.float64)),
+        *(oracle.rope_table(frequencies, 1.25, 64), 0, oracle.plan_step(batch)),
+    )
+    close(given_q, exact_q)
     layer, exact = ops.layers[0], oracle.layers[0]
     unit = {"float32": 4e-6, "bfloat16": 2**-8, "float16": 2**-11}[kv_dtype]
     for given_plane, exact_plane in ((layer.keys, exact.keys), (layer.values, exact.values)):
@@ -123,7 +127,9 @@ def test_embed_take_add_split_and_soft_cap() -> None:
     part = WeightPart("model.embed_tokens.weight", "f32", rows.shape, rows)
     batch = forward_batch([SequenceStep([3, 39, 0], 0, [0])], block_size=16)
     step, exact_step = ops.plan_step(batch), oracle.plan_step(batch)
-    x = ops.embed(ops.hold([part]), step, 2.5)
+    held = ops.hold([part])
+    assert isinstance(held, RowsWeight)
+    x = ops.embed(held, step, 2.5)
     exact = oracle.embed(oracle.hold([part]), exact_step, 2.5)
     close(x, exact)
     close(ops.take_rows(x, step), oracle.take_rows(exact, exact_step))
