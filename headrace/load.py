@@ -1,8 +1,8 @@
 """A closed-loop load generator for any OpenAI-compatible server, and the figures it gives.
 
 TTFT is first text minus send; TPOT is (end of text - first text) / (tokens - 1); failures, a stream
-without [DONE] among them, are counted apart and never enter a latency. Tokens are the server's own count (`usage`), so servers that put
-several tokens into one event are measured fairly.
+without [DONE] among them, are counted apart and never enter a latency. Tokens are the server's own
+count (`usage`), so servers that put several tokens into one event are measured fairly.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ def headrace(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 def test_check_config_prints_everything_with_its_origin(  # type: ignore[no-untyped-def]
     headrace, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """X06: what is in effect can be printed."""
     path = tmp_path / "headrace.yaml"
     path.write_text("gateway:\n  port: 8001\n  host: 0.0.0.0\n")
     monkeypatch.setenv("HEADRACE_GATEWAY__HOST", "::1")

@@ -53,6 +53,7 @@ def test_an_empty_file_is_all_defaults(tmp_path: pathlib.Path) -> None:
 def test_precedence(
     tmp_path: pathlib.Path, has_file: bool, has_environment: bool, has_flag: bool
 ) -> None:
+    """X06: command line over environment over file over default."""
     loaded = load(
         tmp_path,
         "gateway:\n  port: 1001" if has_file else "",
@@ -236,12 +237,14 @@ FILE_ERRORS = [
 def test_a_wrong_file_stops_with_file_line_and_key(
     tmp_path: pathlib.Path, text: str, message: str
 ) -> None:
+    """X07: misspelt, ill-typed and doubled keys, with the nearest valid one."""
     with pytest.raises(ConfigError, match=message) as caught:
         load(tmp_path, text)
     assert f"{tmp_path}/headrace.yaml" in str(caught.value)
 
 
 def test_files_that_cannot_be_read(tmp_path: pathlib.Path) -> None:
+    """X07: a missing file is named."""
     with pytest.raises(ConfigError, match="nowhere.yaml: no such configuration file"):
         load_config(tmp_path / "nowhere.yaml", environ={})
     with pytest.raises(ConfigError, match="cannot be read: Is a directory"):

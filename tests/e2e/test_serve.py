@@ -70,6 +70,7 @@ def test_the_port_answers_before_the_model_is_there(tmp_path: pathlib.Path) -> N
 
 
 def test_a_taken_port_ends_the_start_with_the_reason(tmp_path: pathlib.Path) -> None:
+    """X07: a second server on one port."""
     path = write_script(tmp_path / "script.json", ["Hi"])
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -87,6 +88,7 @@ def test_a_taken_port_ends_the_start_with_the_reason(tmp_path: pathlib.Path) -> 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("when", ["idle", "loading", "streaming"])
 def test_a_signal_ends_it_cleanly(tmp_path: pathlib.Path, number: int, when: str) -> None:
+    """X01: whatever it does, with exit code 0 and no traceback; streams end with an error."""
     settings = {"load_delay_seconds": 30.0} if when == "loading" else {"step_delay_seconds": 0.05}
     path = write_script(tmp_path / "script.json", ["Hi"] * 400, **settings)
     with started_server(["--model", f"scripted:{path}"], ready=when != "loading") as server:

@@ -43,6 +43,7 @@ def test_an_answer_is_cached_for_the_next_turn() -> None:
 
 
 def test_requests_aborted_in_the_middle_of_their_prompt_leave_no_wrong_block() -> None:
+    """C06: two hundred aborts, then the same prompts to their end."""
     driver = make_engine_driver(24, max_batched_tokens=24)
     choice = random.Random(3)
     prompts = [prompt(100, seed) for seed in range(6)]
@@ -60,6 +61,7 @@ def test_requests_aborted_in_the_middle_of_their_prompt_leave_no_wrong_block() -
 
 
 def test_conversations_on_a_small_pool_never_see_each_others_words() -> None:
+    """C07: twenty canaries, four at a time, more history than blocks."""
     driver = make_engine_driver(24, max_num_sequences=4)
     histories = [[200 + number, *prompt(18, number)] for number in range(20)]
     for turn in range(4):
@@ -76,6 +78,7 @@ def test_conversations_on_a_small_pool_never_see_each_others_words() -> None:
 
 
 def test_recomputation_after_preemption_is_no_hit() -> None:
+    """M05: unique prompts under tight memory hit nothing."""
     driver = make_engine_driver(12, block_size=4, max_model_len=48, max_batched_tokens=16)
     for seed in range(8):
         driver.submit(prompt(7, seed), max_tokens=36)
@@ -101,6 +104,7 @@ def test_salts_keep_equal_prompts_apart() -> None:
 @pytest.mark.parametrize("length", [1, 16, 20, 32])
 @pytest.mark.parametrize("slots", [1, 2, 8])
 def test_choices_differ_repeat_as_a_set_and_end_each_for_itself(length: int, slots: int) -> None:
+    """P20: with and without the cache, in any number of slots."""
     runs = []
     for prefix_caching in (True, False):
         driver = make_engine_driver(max_num_sequences=slots, prefix_caching=prefix_caching)

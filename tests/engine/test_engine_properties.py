@@ -117,6 +117,7 @@ def count_sequences() -> int:
 
 
 def test_a_thousand_requests_with_aborts_leave_nothing_behind() -> None:
+    """K09: blocks, slots and objects all come back."""
     driver = make_engine_driver(48, block_size=4, max_model_len=128, max_batched_tokens=48)
     choice = random.Random(5)
 

@@ -132,6 +132,7 @@ def test_logprobs_follow_the_text(make: Say) -> None:
 
 
 def test_nan_ends_its_request_and_spares_the_others(make: Say) -> None:
+    """S12: only the failing request ends."""
     driver = make(["a", "b"], fail_after=1, when={"!": ["x", "y", "z"]})
     bad = driver.submit(list(b"bad"), ignore_eos=False)
     good = driver.submit(list(b"good!"), ignore_eos=False)

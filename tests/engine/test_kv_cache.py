@@ -190,6 +190,7 @@ def test_resumption_counts_neither_as_query_nor_as_hit() -> None:
 def test_colliding_digests_never_give_another_prompts_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """C01: with digests of 8 bits, tokens are still verified."""
     real = prefix_hash.block_digest
 
     def truncated(parent: bytes, token_ids: list[int]) -> bytes:

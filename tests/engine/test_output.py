@@ -80,6 +80,7 @@ def ids(text: str) -> list[int]:
 
 @pytest.mark.parametrize("eos", [EOS, OTHER_EOS])
 def test_any_eos_id_stops_and_is_not_text(eos: int) -> None:
+    """T08: each id of the union, and its text is never sent."""
     said = say([*ids("hi"), eos, *ids("more")])
     assert (said.text, said.ending) == ("hi", ("stop", None))
     assert said.token_ids == said.output.token_ids == [*ids("hi"), eos]

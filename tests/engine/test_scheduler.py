@@ -15,6 +15,7 @@ from headrace.testing.engine_driver import random_prompt as prompt
 
 
 def test_a_prompt_larger_than_the_pool_is_refused_with_the_arithmetic_and_blocks_nobody() -> None:
+    """K01: refused at once, with the real limit."""
     driver = make_engine_driver(8, max_model_len=4096)
     with pytest.raises(ContextLengthExceeded) as refusal:
         driver.submit(prompt(200), max_tokens=5)
@@ -43,6 +44,7 @@ def test_the_longest_sequence_fits_the_pool_alone() -> None:
 
 
 def test_two_requests_that_fit_only_one_at_a_time_both_finish() -> None:
+    """K03: neither restarts for ever."""
     driver = make_engine_driver(20, max_model_len=320, prefix_caching=False, max_batched_tokens=64)
     names = [driver.submit(prompt(130, seed), max_tokens=62) for seed in range(2)]  # 12 blocks each
     driver.run()
@@ -77,6 +79,7 @@ def first_token_time(driver: EngineDriver, name: str) -> float:
 
 @pytest.mark.parametrize("slots", [1, 2])
 def test_a_request_of_higher_priority_takes_a_slot_from_a_lower_one(slots: int) -> None:
+    """K04: the victim resumes with the text it would have had."""
     driver = make_engine_driver(
         128, max_model_len=1024, max_num_sequences=slots, policy=PriorityFirst()
     )
@@ -136,6 +139,7 @@ def test_urgent_arrivals_cannot_take_one_request_back_for_ever() -> None:
 
 
 def test_choices_of_mixed_priorities_on_a_tiny_pool_all_finish() -> None:
+    """K07: n of 3, preempted by priority."""
     driver = make_engine_driver(
         12,
         block_size=4,
@@ -194,6 +198,7 @@ def first_four(length: int) -> list[int]:
 
 
 def test_a_long_prompt_does_not_hold_up_a_short_one() -> None:
+    """K11: a first token within a few chunks."""
     driver = make_engine_driver(400, max_model_len=4096, max_batched_tokens=256)
     driver.submit(prompt(4000), max_tokens=2)
     driver.step()

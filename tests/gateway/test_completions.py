@@ -139,6 +139,7 @@ def test_completions_logprobs_0(client: TestClient) -> None:
 
 
 def test_minus_infinity_is_a_number(client: TestClient, engine: FakeClient) -> None:
+    """P07: JSON has no infinity."""
     engine.logprob = -math.inf
     chat = post(client, CHAT, messages=USER, logprobs=True, top_logprobs=3)
     assert chat["choices"][0]["logprobs"]["content"][0]["logprob"] == -9999.0

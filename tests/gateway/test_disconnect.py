@@ -144,7 +144,7 @@ def test_the_server_stops_while_requests_run() -> None:
 
 
 def test_the_same_client_id_twice_at_once() -> None:
-    """A client's id is only echoed: both are answered, each with an id of our own."""
+    """P23: a client's id is only echoed: both are answered, each with an id of our own."""
 
     async def main() -> None:
         gateway = FakeGateway()

@@ -41,6 +41,7 @@ USER = [{"role": "user", "content": "hi"}]
     ],
 )
 def test_bad_messages_are_named_by_index(client: TestClient, messages: object, param: str) -> None:
+    """P16: never a 500, never silently accepted."""
     response = client.post(CHAT, json={"messages": messages})
     assert response.status_code == 400, response.text
     error = response.json()["error"]
@@ -50,6 +51,7 @@ def test_bad_messages_are_named_by_index(client: TestClient, messages: object, p
 
 
 def test_unknown_message_fields_change_nothing(client: TestClient, engine: FakeClient) -> None:
+    """P18: clients send names, ids and refusals back."""
     plain = client.post(CHAT, json={"messages": USER}).json()
     extras: dict[str, Any] = {
         "name": "bob",

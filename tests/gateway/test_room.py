@@ -20,6 +20,7 @@ class TestRoom:
 
     @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
     def test_explicit(self, client: TestClient, engine: FakeClient, path: str) -> None:
+        """P14: one documented rule for both endpoints."""
         prompt = len(self.tokens(client, engine, path))
         room = 256 - prompt
         for asked in (1, room):
@@ -49,6 +50,7 @@ class TestRoom:
     def test_a_prompt_at_the_edge(
         self, client: TestClient, engine: FakeClient, length: int
     ) -> None:
+        """P14: the numbers in the refusal are right."""
         response = client.post(COMPLETIONS, json={"prompt": [5] * length})
         if length < 256:
             assert response.status_code == 200
@@ -66,6 +68,7 @@ class TestRoom:
         assert response.headers["content-type"] == "application/json"
 
     def test_the_newer_name_wins(self, client: TestClient, engine: FakeClient) -> None:
+        """P15: alone and in conflict."""
         for fields in ({"max_completion_tokens": 5}, {"max_completion_tokens": 5, "max_tokens": 9}):
             client.post(CHAT, json={**BASE[CHAT], **fields})
             assert engine.requests[-1].sampling.max_tokens == 5

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from starlette.testclient import TestClient
 
+from headrace.gateway.openai_schema import ChatBody, CompletionBody, Message
 from headrace.testing.fake_client import FakeClient, fake_card
 
 CHAT = "/v1/chat/completions"
@@ -49,6 +51,7 @@ FLOATS = (
 @pytest.mark.parametrize("name", FLOATS)
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999", '"NaN"', "true", "[]"])
 def test_numbers_that_are_none(client: TestClient, path: str, name: str, value: str) -> None:
+    """P02: NaN passes every comparison, so finiteness comes first."""
     is_json = value not in ("NaN", "Infinity", "-Infinity")
     error = refused(client, path, with_field(path, name, value), name if is_json else None)
     assert is_json == (name in error["message"])
@@ -56,6 +59,7 @@ def test_numbers_that_are_none(client: TestClient, path: str, name: str, value: 
 
 @pytest.mark.parametrize("value", ["NaN", "1e999", '"NaN"', "null", "true", "1e400", "101", "-1e9"])
 def test_logit_bias_values(client: TestClient, value: str) -> None:
+    """P02, P03: each value by itself."""
     param = None if value == "NaN" else "logit_bias"
     body = with_field(CHAT, "logit_bias", f'{{"5": {value}}}')
     if value in ("1e999", "1e400"):  # refused while parsing, where a key inside a map has no name
@@ -67,6 +71,7 @@ def test_logit_bias_values(client: TestClient, value: str) -> None:
     "key", ["191222", "-1", "AI", "5.0", "", " 5", "0x5", "٣", "9" * 30, "9" * 5000, "--5", "-"]
 )
 def test_logit_bias_keys(client: TestClient, key: str) -> None:
+    """P03: -1 would bias the wrong token, others end the engine."""
     error = refused(client, CHAT, json.dumps({**BASE[CHAT], "logit_bias": {key: 5}}), "logit_bias")
     assert len(error["message"]) < 300
 
@@ -215,17 +220,24 @@ OPTIONAL = {
     CHAT: (
         "model max_tokens max_completion_tokens temperature top_p n stop seed presence_penalty "
         "frequency_penalty logit_bias stream stream_options top_k min_p repetition_penalty "
-        "min_tokens stop_token_ids ignore_eos priority cache_salt slo response_format logprobs "
+        "min_tokens stop_token_ids ignore_eos priority cache_salt slo response_format "
+        "structured_outputs guided_json guided_regex guided_choice guided_grammar logprobs "
         "top_logprobs tools functions tool_choice function_call add_generation_prompt "
         "continue_final_message chat_template_kwargs chat_template user metadata store"
     ).split(),
     COMPLETIONS: (
         "model max_tokens temperature top_p n stop seed presence_penalty frequency_penalty "
         "logit_bias stream stream_options top_k min_p repetition_penalty min_tokens "
-        "stop_token_ids ignore_eos priority cache_salt slo response_format echo logprobs best_of "
-        "suffix user"
+        "stop_token_ids ignore_eos priority cache_salt slo response_format structured_outputs "
+        "guided_json guided_regex guided_choice guided_grammar echo logprobs best_of suffix user"
     ).split(),
 }
+
+
+@pytest.mark.parametrize(("path", "body"), [(CHAT, ChatBody), (COMPLETIONS, CompletionBody)])
+def test_every_optional_field_is_tried_with_null(path: str, body: type[msgspec.Struct]) -> None:
+    """P11: a field added later is tried too."""
+    assert set(OPTIONAL[path]) >= set(body.__struct_fields__) - {"messages", "prompt"}
 
 
 def answer_of(client: TestClient, path: str, body: dict[str, Any]) -> object:
@@ -237,6 +249,7 @@ def answer_of(client: TestClient, path: str, body: dict[str, Any]) -> object:
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_null_is_the_same_as_absent(client: TestClient, engine: FakeClient, path: str) -> None:
+    """P11: one at a time and all together, inside objects and messages too."""
     plain = answer_of(client, path, BASE[path])
     sampling = engine.requests[-1].sampling
     for names in [*([name] for name in OPTIONAL[path]), OPTIONAL[path]]:
@@ -245,6 +258,10 @@ def test_null_is_the_same_as_absent(client: TestClient, engine: FakeClient, path
     objective = {"ttft_ms": None, "tpot_ms": None}
     nested = {"slo": objective, "stream_options": {"include_usage": None}, "stream": True}
     assert client.post(path, json={**BASE[path], **nested}).status_code == 200
+    if path == CHAT:
+        others = set(Message.__struct_fields__) - {"role", "content"}
+        messages = [{**USER[0], **dict.fromkeys(others)}]
+        assert answer_of(client, path, {"messages": messages}) == plain
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
@@ -259,6 +276,7 @@ def test_null_beside_a_prompt_that_is_too_long(client: TestClient, path: str) ->
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_unknown_fields_change_nothing(client: TestClient, engine: FakeClient, path: str) -> None:
+    """P18, P26: they are ignored, and an empty list of tools is the same as none, on both endpoints."""
     plain = answer_of(client, path, BASE[path])
     request = engine.requests[-1]
     extras: dict[str, Any] = {

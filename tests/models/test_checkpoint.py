@@ -84,6 +84,7 @@ def test_tied_and_absent_loads(tmp_path: Path) -> None:
 
 
 def test_tied_but_a_different_head_is_stored_uses_it_and_says_so(tmp_path: Path) -> None:
+    """Q05: both there; documented choice."""
     folder = _untied(tmp_path, tie_word_embeddings=True)
     with capture_logs() as logs:
         model = _open(folder)
@@ -102,6 +103,7 @@ def test_tied_and_a_copy_is_stored_is_held_once(tmp_path: Path) -> None:
 
 
 def test_untied_and_absent_is_refused(tmp_path: Path) -> None:
+    """Q05: a random head would be served otherwise."""
     folder = write_tiny_checkpoint(tmp_path / "hf")
     _edit(folder, "config.json", tie_word_embeddings=False)
     with pytest.raises(ModelError, match=r"no lm_head\.weight"):
@@ -118,6 +120,7 @@ def test_gguf_is_tied_exactly_when_it_stores_no_head(tmp_path: Path) -> None:
 
 
 def test_every_end_that_any_file_names_is_taken(tmp_path: Path) -> None:
+    """T08: the union of what generation_config, config and tokenizer say."""
     folder = write_tiny_checkpoint(tmp_path / "hf")
     _edit(folder, "generation_config.json", eos_token_id=[70, 80])
     _edit(folder, "config.json", eos_token_id=90)
@@ -125,6 +128,7 @@ def test_every_end_that_any_file_names_is_taken(tmp_path: Path) -> None:
 
 
 def test_the_tokenizers_own_end_is_taken_when_config_has_the_wrong_one(tmp_path: Path) -> None:
+    """T08: the wrong one alone would run on into a next turn."""
     folder = write_tiny_checkpoint(tmp_path / "hf")
     (folder / "generation_config.json").unlink()
     _edit(folder, "config.json", eos_token_id=200)
@@ -134,6 +138,7 @@ def test_the_tokenizers_own_end_is_taken_when_config_has_the_wrong_one(tmp_path:
 
 
 def test_gguf_takes_eos_eot_and_eom(tmp_path: Path) -> None:
+    """T08: whichever of the three keys the file has."""
     keys = {"eos": 10, "eot": 20, "eom": 30}
     metadata = {f"tokenizer.ggml.{key}_token_id": value for key, value in keys.items()}
     model = _open(write_tiny_gguf(tmp_path / "m.gguf", metadata=metadata))
@@ -316,6 +321,7 @@ def test_folders_of_gguf_files(tmp_path: Path) -> None:
 
 
 def test_only_optional_metadata_missing_is_fine(tmp_path: Path) -> None:
+    """Q15: names, special tokens and limits may be left out."""
     path = write_tiny_gguf(
         tmp_path / "m.gguf",
         metadata={

@@ -93,6 +93,7 @@ def test_old_spelling_names_the_kind_type() -> None:
 
 
 def test_gguf_factors_divide_frequencies() -> None:
+    """Q08: rope_freqs.weight is used, not an unexpected tensor."""
     factors = tuple(float(i) for i in range(1, 9))
     plain, scaled = _gguf().rope, _gguf(factors=factors).rope
     assert scaled.scaling == "factors"

@@ -98,6 +98,7 @@ def test_value_types_round_trip(tmp_path: Path, version: int) -> None:
     ],
 )
 def test_wrong_files_are_named_for_what_they_are(tmp_path: Path, start: bytes, says: str) -> None:
+    """Q16: a page, a pointer, an archive instead of weights."""
     path = tmp_path / "m.gguf"
     path.write_bytes(start)
     with pytest.raises(ModelError, match=says):

@@ -98,6 +98,7 @@ def test_types_may_differ_per_tensor(tmp_path: Path) -> None:
 
 
 def test_real_mixed_file_names_a_type_for_every_tensor(gemma3_gguf: Path) -> None:
+    """Q03: a real file whose rows of 640 take no K type."""
     source = GGUFSource(gemma3_gguf)
     schemes = {source.scheme(name)[0] for name in source.names()}
     assert schemes == {"f32", "q4_k", "q5_0", "q6_k", "q8_0"}
@@ -107,6 +108,7 @@ def test_real_mixed_file_names_a_type_for_every_tensor(gemma3_gguf: Path) -> Non
 def test_unsupported_type_names_tensor_type_and_supported(
     tmp_path: Path, number: int, name: str
 ) -> None:
+    """Q12: by name, not by number alone, before anything is read."""
     tensors = {"blk.3.ffn_down.weight": RawTensor(number, (4, 256), b"")}
     path = write_gguf(tmp_path / "m.gguf", {"general.architecture": "llama"}, tensors)
     with pytest.raises(ModelError, match=rf"blk\.3\.ffn_down\.weight has the type {name}.*Q6_K"):
@@ -151,6 +153,7 @@ def _write_split(folder: Path, numbers: list[int], count: int = 3) -> None:
 
 @pytest.mark.parametrize("given", [1, 2, 3])
 def test_a_split_model_is_loaded_whole_from_any_part(tmp_path: Path, given: int) -> None:
+    """Q13: given by any part."""
     _write_split(tmp_path, [0, 1, 2])
     whole = _opened(write_tiny_gguf(tmp_path / "whole.gguf"))
     split = _opened(tmp_path / f"tiny-{given:05d}-of-00003.gguf")
@@ -161,6 +164,7 @@ def test_a_split_model_is_loaded_whole_from_any_part(tmp_path: Path, given: int)
 
 
 def test_missing_parts_are_all_named(tmp_path: Path) -> None:
+    """Q13: a part that is missing."""
     _write_split(tmp_path, [0], count=3)
     says = re.escape("tiny-00002-of-00003.gguf, tiny-00003-of-00003.gguf")
     with pytest.raises(ModelError, match=says):

@@ -13,10 +13,16 @@ from gguf import quants
 
 from headrace.backends.cpu.ops import CpuOps
 from headrace.models.gguf_types import FORMAT_OF_SCHEME
-from headrace.testing.gguf_files import RawTensor, tiny_gguf_tensors, tiny_metadata, write_gguf
+from headrace.testing.gguf_files import (
+    RawTensor,
+    tiny_gguf_tensors,
+    tiny_metadata,
+    write_gguf,
+    write_tiny_gguf,
+)
 from headrace.testing.model_driver import ModelDriver, open_checkpoint
 from headrace.testing.numpy_ops import NumpyOps
-from headrace.testing.tiny_models import tiny_config
+from headrace.testing.tiny_models import tiny_config, write_tiny_checkpoint
 from headrace.types import EngineSettings
 
 SETTINGS = EngineSettings(dtype="float32", kv_dtype="float32", num_threads=2)
@@ -86,3 +92,36 @@ def test_each_tensor_is_read_by_its_own_type(
     for ops in (NumpyOps(), CpuOps(SETTINGS)):
         difference = np.abs(ModelDriver(ops, model).logits(tokens) - reference).max()
         assert difference <= 1e-4 * np.abs(reference).max()
+
+
+def llama3_factors(head_dim: int, rope: Mapping[str, Any], theta: float) -> np.ndarray[Any, Any]:
+    """Return what llama.cpp's converter stores as rope_freqs.weight for these settings. [head_dim / 2] f32"""
+    frequencies = theta ** -(np.arange(0, head_dim, 2) / head_dim)
+    turns = rope["original_max_position_embeddings"] * frequencies / (2 * np.pi)
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    smooth = np.clip((turns - low) / (high - low), 0, 1)
+    return (1 / ((1 - smooth) / rope["factor"] + smooth)).astype(np.float32)
+
+
+def test_stored_rope_factors_give_the_logits_of_llama_3s_rule(tmp_path: Path) -> None:
+    """Q08: the tensor rope_freqs.weight is used as frequency factors."""
+    rope = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+    checkpoint = write_tiny_checkpoint(tmp_path / "hf", "llama", config={"rope_scaling": rope})
+    table = tiny_config("llama")
+    factors = llama3_factors(table["head_dim"], rope, table["rope_theta"])
+    assert len(set(factors.tolist())) == 3  # kept, between, divided
+    tensors = {**tiny_gguf_tensors("llama", table), "rope_freqs.weight": factors}
+    path = write_gguf(tmp_path / "m.gguf", tiny_metadata("llama", table), tensors)
+    tokens = np.random.default_rng(1).integers(0, table["vocab_size"], 90).tolist()
+    stored, ruled, plain = (
+        ModelDriver(NumpyOps(), open_checkpoint(source)).logits(tokens)
+        for source in (path, checkpoint, write_tiny_gguf(tmp_path / "plain.gguf"))
+    )
+    assert np.abs(stored - ruled).max() < 1e-4
+    assert np.abs(stored - plain).max() > 1e-2

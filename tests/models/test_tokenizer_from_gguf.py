@@ -210,6 +210,7 @@ def test_pre_tokenizers_split_as_their_models_do(name: str, text: str, pieces: l
 
 @pytest.mark.parametrize("name", [None, "never-heard-of"])
 def test_missing_or_unknown_pre_tokenizer_warns(name: str | None) -> None:
+    """Q11: an old file without the key is said to be one."""
     with capture_logs() as logs:
         built = json.loads(build_tokenizer_json(_tiny(**{"tokenizer.ggml.pre": name}), "m.gguf"))
     assert [entry["event"] for entry in logs] == ["pre_tokenizer_unknown"]

@@ -37,6 +37,8 @@ def test_only_the_bytes_of_an_incomplete_character_are_held(text: str) -> None:
 def test_random_ids_of_every_kind_of_tokenizer_join_to_the_one_shot_text(
     tokenizer: Tokenizer,
 ) -> None:
+    """T04: nothing is sent twice or taken back, whatever bytes come."""
+
     @given(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=40))
     def check(ids: list[int]) -> None:
         assert "".join(deltas(tokenizer, ids)) == tokenizer.decode(ids, continuation=True)
@@ -61,6 +63,7 @@ def test_emoji_between_ascii_is_held_alone() -> None:
 
 
 def test_spaces_of_single_tokens_are_kept(tokenizer: Tokenizer) -> None:
+    """T03: a token decoded alone loses its leading space in SentencePiece decoders."""
     ids = tokenizer.encode("the capital of", add_bos=False)
     start = len(tokenizer.encode("the", add_bos=False))
     assert "".join(deltas(tokenizer, ids[start:])) == " capital of"
@@ -89,6 +92,8 @@ def test_flush_forgets_what_was_held() -> None:
 
 
 def test_each_token_is_looked_up_once_however_long_the_output() -> None:
+    """T06: the work per token does not grow with the output."""
+
     class Counting(Tokenizer):
         lookups = 0
 

@@ -79,6 +79,7 @@ def test_decode_leaves_special_tokens_out_unless_asked() -> None:
 
 
 def test_a_continuation_keeps_its_leading_space(tokenizer: Tokenizer) -> None:
+    """T03: the space in front of a completion is part of it."""
     ids = tokenizer.encode("the capital", add_bos=False)
     tail = ids[len(tokenizer.encode("the", add_bos=False)) :]
     assert tokenizer.decode(tail, continuation=True) == " capital"
