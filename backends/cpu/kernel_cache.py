@@ -20,17 +20,22 @@ APPLICATION = "headrace"
 
 
 @functools.cache
-def cache_folder() -> Path | None:
-    """Return the folder of these kernels, made if absent; None where it cannot be written to."""
+def cache_folder(variant: str = "") -> Path | None:
+    """Return the folder of these kernels, made if absent; None where it cannot be written to.
+
+    A variant's folder bears its name, and its digest covers the sources of the fast path too.
+    """
     digest = hashlib.sha256()
     for package in ("numba", "llvmlite"):
         digest.update(f"{package} {metadata.version(package)}\n".encode())
-    for source in sorted(Path(__file__).parent.glob("kernel*.py")):
+    sources = Path(__file__).parent.glob("kernel*.py")
+    fast = Path(__file__).parent.glob("fast/*.py") if variant else ()
+    for source in sorted((*sources, *fast)):
         digest.update(source.name.encode() + source.read_bytes())
     root = os.environ.get("HEADRACE_CACHE") or (
         Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / APPLICATION
     )
-    folder = Path(root) / "kernels" / digest.hexdigest()[:16]
+    folder = Path(root) / "kernels" / f"{digest.hexdigest()[:16]}{'-' if variant else ''}{variant}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
@@ -38,11 +43,14 @@ def cache_folder() -> Path | None:
     return folder if os.access(folder, os.W_OK) else None
 
 
-def kernel(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator: numba.njit without the GIL, with NumPy's division rule, cached on disk."""
+def kernel(variant: str = "", **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator: numba.njit without the GIL, with NumPy's division rule, cached on disk.
+
+    `variant` names what the code depends on beside its source: an instruction set.
+    """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        folder = cache_folder()
+        folder = cache_folder(variant)
         previous = numba.config.CACHE_DIR
         if folder is not None:
             numba.config.CACHE_DIR = str(folder)

@@ -5,7 +5,8 @@ product under `deterministic`. 16 rows of the weight are expanded to f32 (they s
 cache) and meet all rows of x.
 
 A vocabulary of 49,152 x 576 on Zen 5, one thread, ms at 1 / 4 / 16 / 64 rows: this in bf16 with f32
-logits 4.5 / 5.6 / 8.8 / 22; oneDNN packed bf16 with bf16 logits 1.4 / 1.8 / 3.1 / 8.7 (near 16 those are 1/8 apart).
+logits 4.5 / 5.6 / 8.8 / 22; oneDNN packed bf16 with bf16 logits 1.4 / 1.8 / 3.1 / 8.7, but near 16 those
+logits are 1/8 apart.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numba
 import numpy as np
 import torch
 
@@ -21,6 +20,7 @@ from headrace.backends.cpu.kv_pool import KVLayer, KVPool, bytes_per_block, kv_d
 from headrace.backends.cpu.memory import available_memory
 from headrace.backends.cpu.sampling import Sampler
 from headrace.backends.cpu.step import CpuStep, plan
+from headrace.backends.cpu.team import Team
 from headrace.backends.cpu.weights import (
     PLAIN,
     PackedWeight,
@@ -49,10 +49,6 @@ if TYPE_CHECKING:
 Weight = PackedWeight | RowsWeight
 FORMATS = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-SERIAL_ELEMENTS = 1 << 16
-"""Below this many elements a kernel runs in the calling thread: waking the others costs more."""
-SERIAL_SCORES = 1 << 10
-"""The same for attention, in (query, row, kv head) triples."""
 
 
 class CpuOps:
@@ -66,9 +62,7 @@ class CpuOps:
             raise ConfigError(
                 f"backend 'cpu' computes in {', '.join(DTYPES)}; dtype is {settings.dtype!r}"
             )
-        self._num_threads = min(settings.num_threads, numba.config.NUMBA_NUM_THREADS)
-        numba.set_num_threads(self._num_threads)  # starts the pool, which resets torch's own number
-        torch.set_num_threads(settings.num_threads)
+        self._team = Team(settings.num_threads)
         self._kv_dtype = kv_dtype_of(settings.kv_dtype)
         self._dtype = DTYPES[settings.dtype]
         packs = not settings.deterministic
@@ -78,7 +72,7 @@ class CpuOps:
         self._act_dtype = self._dtype if self._packs else torch.float32
         self._weight_bytes = 0
         self._pool: KVPool | None = None
-        self._sampler = Sampler(self._num_threads)
+        self._sampler = Sampler(self._team)
 
     # --- once, at load ----------------------------------------------------------
 
@@ -152,7 +146,7 @@ class CpuOps:
     # --- the forward ------------------------------------------------------------
 
     def plan_step(self, batch: ForwardBatch) -> CpuStep:
-        numba.set_num_threads(self._num_threads)
+        self._team.join()
         return plan(batch, self._sampler.drawn)
 
     def embed(self, weight: RowsWeight, step: CpuStep, scale: float = 1.0) -> torch.Tensor:
@@ -175,10 +169,7 @@ class CpuOps:
             rows.shape[1],
             len(rows),
         )
-        if self._num_threads == 1 or rows.nbytes < SERIAL_ELEMENTS:
-            product_share(0, 1, *arguments)
-        else:
-            product_parallel(self._num_threads, *arguments)
+        self._team.run(product_share, product_parallel, rows.nbytes, *arguments)
         return out
 
     def rms_norm(
@@ -212,10 +203,7 @@ class CpuOps:
         arguments = (
             *_row(x), *kept, *_row(out), weight.data_ptr(), eps, num_rows, num_groups, size
         )  # fmt: skip
-        if self._is_serial(x.numel()):
-            elementwise.norm_share(0, 1, *arguments)
-        else:
-            elementwise.norm_parallel(self._num_threads, *arguments)
+        self._team.run(elementwise.norm_share, elementwise.norm_parallel, x.numel(), *arguments)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         return residual.float().add_(x)
@@ -243,10 +231,7 @@ class CpuOps:
             cosines.data_ptr(), sines.data_ptr(),
             q.shape[0], q.shape[1] // head_dim, num_kv_heads, head_dim, cosines.shape[1],
         )  # fmt: skip
-        if self._is_serial(q.numel()):
-            elementwise.rope_share(0, 1, *arguments)
-        else:
-            elementwise.rope_parallel(self._num_threads, *arguments)
+        self._team.run(elementwise.rope_share, elementwise.rope_parallel, q.numel(), *arguments)
         return out
 
     def paged_attention(
@@ -263,10 +248,8 @@ class CpuOps:
             spec.num_heads // spec.num_kv_heads, float(spec.scale), float(spec.softcap or 0.0),
             spec.sliding_window or 0,
         )  # fmt: skip
-        if self._num_threads == 1 or step.num_scores * spec.num_heads < SERIAL_SCORES:
-            attend_share(0, 1, *arguments)
-        else:
-            attend_parallel(self._num_threads, *arguments)
+        work = step.num_scores * spec.num_heads * spec.head_dim
+        self._team.run(attend_share, attend_parallel, work, *arguments)
         return out
 
     def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
@@ -279,10 +262,7 @@ class CpuOps:
         size = x.shape[1] // 2
         out = torch.empty((x.shape[0], size), dtype=self._act_dtype)
         arguments = (*_row(x), *_row(out), activation, x.shape[0], size)
-        if self._is_serial(x.numel()):
-            elementwise.gate_share(0, 1, *arguments)
-        else:
-            elementwise.gate_parallel(self._num_threads, *arguments)
+        self._team.run(elementwise.gate_share, elementwise.gate_parallel, x.numel(), *arguments)
         return out
 
     def take_rows(self, x: torch.Tensor, step: CpuStep) -> torch.Tensor:
@@ -298,9 +278,6 @@ class CpuOps:
 
     def synchronize(self) -> None:
         """Nothing is ever in flight."""
-
-    def _is_serial(self, num_elements: int) -> bool:
-        return self._num_threads == 1 or num_elements < SERIAL_ELEMENTS
 
 
 def _row(x: torch.Tensor) -> tuple[int, int, int]:

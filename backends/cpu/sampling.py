@@ -8,29 +8,27 @@ import numpy as np
 import torch
 
 from headrace.backends.cpu.kernels_sampling import sample_parallel, sample_share
+from headrace.backends.cpu.team import Team
 from headrace.types import SamplingBatch, StepResult, TokenMasks
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-SERIAL_LOGITS = 1 << 16
-"""Below this many logits the calling thread draws alone."""
-
 
 class Sampler:
     """Draws a step's tokens. Mutable: `drawn` is what the last step gave."""
 
-    def __init__(self, num_threads: int) -> None:
+    def __init__(self, team: Team) -> None:
         self.drawn: NDArray[np.int32] = np.zeros(0, np.int32)
-        self._num_threads = num_threads
-        self._scratch = np.empty((num_threads, 0), np.float32)
+        self._team = team
+        self._scratch = np.empty((team.size, 0), np.float32)
 
     def sample(
         self, logits: torch.Tensor, sampling: SamplingBatch, masks: TokenMasks | None
     ) -> StepResult:
         num_rows, vocab_size = logits.shape
         if self._scratch.shape[1] < 2 * vocab_size:
-            self._scratch = np.empty((self._num_threads, 2 * vocab_size), np.float32)
+            self._scratch = np.empty((self._team.size, 2 * vocab_size), np.float32)
         most = int(sampling.num_logprobs.max(initial=-1))
         token_ids = np.zeros(num_rows, np.int32)
         failed = np.zeros(num_rows, np.bool_)
@@ -46,10 +44,8 @@ class Sampler:
             _plain(sampling.bias_values, np.float32), mask_of, bits,
             token_ids, failed, logprobs, top_token_ids, top_logprobs,
         )  # fmt: skip
-        if self._num_threads == 1 or num_rows == 1 or logits.numel() < SERIAL_LOGITS:
-            sample_share(0, 1, *arguments)
-        else:
-            sample_parallel(self._num_threads, *arguments)
+        work = 0 if num_rows == 1 else logits.numel()
+        self._team.run(sample_share, sample_parallel, work, *arguments)
         self.drawn = token_ids
         if most < 0:
             return StepResult(token_ids, None, None, None, failed)

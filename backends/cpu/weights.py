@@ -4,10 +4,10 @@
 rows, a view of the mapped file where that is stored in the right dtype: for the vocabulary's matrix (it is
 embedding and output at once, and its products stay f32), for `deterministic`, and without oneDNN.
 
-The 120 products of SmolLM2 on Zen 5, 2 threads, ms at 1 / 4 / 16 / 64 / 256 rows: packed bf16 4.7 / 5.4 /
-8.2 / 19 / 60; plain bf16 10.6 / 12 / 16 / 32 / 74; packed f32 7.7 / 8.4 / 14 / 37 / 116; plain f32 24 / 35 / 46 /
-104 / 304; torch's int8pack 3.9 / 3.9 / 14 / 46 / 175; its int4pack 2.5 / 3.4 / 11 / 41 / 157. One form that is
-best or close from 4 rows on was taken over a second copy that gains 2 ms below.
+The 120 products of SmolLM2 on Zen 5, 2 threads, ms at 1 / 4 / 16 / 64 / 256 rows: packed bf16 4.7 /
+5.4 / 8.2 / 19 / 60; plain bf16 10.6 / 12 / 16 / 32 / 74; packed f32 7.7 / 8.4 / 14 / 37 / 116; plain f32
+24 / 35 / 46 / 104 / 304; torch's int8pack 3.9 / 3.9 / 14 / 46 / 175; its int4pack 2.5 / 3.4 / 11 / 41 / 157.
+One form that is best or close from 4 rows on was taken over a second copy that gains 2 ms below.
 """
 
 from __future__ import annotations

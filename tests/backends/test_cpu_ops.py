@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -293,3 +294,24 @@ def test_available_memory_heeds_every_cgroup_level(tmp_path: Any) -> None:
         (folder / "memory.current").write_text("2000000\n")
         (folder / "memory.stat").write_text("anon 1\ninactive_file 500000\n")
     assert available_memory(tmp_path) == 1_500_000
+
+
+# --- threads ------------------------------------------------------------------------
+
+
+def test_two_threads_may_step_at_once() -> None:
+    """Replicas of one process share the pool of threads: results stay right and nobody dies."""
+    rows, x = random_array(4096, 64, seed=1), random_array(40, 64)
+    part = WeightPart("lm_head.weight", "f32", rows.shape, rows)
+    exact = x.astype(np.float64) @ rows.T.astype(np.float64)
+
+    def work() -> float:
+        ops = make_ops()
+        held = ops.hold([part])
+        ops.plan_step(forward_batch([SequenceStep([0], 0, [0])], block_size=16))
+        products = [ops.linear(torch.tensor(x), held) for _ in range(20)]
+        return max(float(np.abs(product.numpy() - exact).max()) for product in products)
+
+    with ThreadPoolExecutor(2) as threads:
+        for error in [threads.submit(work) for _ in range(4)]:
+            assert error.result() < 1e-4

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from headrace.backends.batches import sampling_batch
 from headrace.backends.cpu.sampling import Sampler
+from headrace.backends.cpu.team import Team
 from headrace.testing import numpy_sampling
 from headrace.types import SamplingBatch, StepResult, TokenMasks
 
@@ -27,7 +28,7 @@ def random_logits(rows: int, vocab: int, seed: int = 0, spread: float = 3.0) -> 
 def draw(
     logits: Array, sampling: SamplingBatch, masks: TokenMasks | None = None, threads: int = 2
 ) -> StepResult:
-    return Sampler(threads).sample(torch.tensor(logits), sampling, masks)
+    return Sampler(Team(threads)).sample(torch.tensor(logits), sampling, masks)
 
 
 def check(logits: Array, sampling: SamplingBatch, masks: TokenMasks | None = None) -> StepResult:
@@ -194,7 +195,7 @@ def test_the_logits_are_left_as_they_are() -> None:
     logits = torch.tensor(random_logits(2, 50))
     before = logits.clone()
     sampling = sampling_batch(2, same(2, {"temperature": 1.0}), biases=[{1: 5.0}, {2: 5.0}])
-    Sampler(1).sample(logits, sampling, None)
+    Sampler(Team(1)).sample(logits, sampling, None)
     assert torch.equal(logits, before)
 
 
