@@ -30,7 +30,7 @@ def temporary(tmp_path: pathlib.Path) -> pathlib.Path:
 
 
 def children(server: StartedServer) -> list[psutil.Process]:
-    found = psutil.Process(server.process.pid).children(recursive=True)
+    found: list[psutil.Process] = psutil.Process(server.process.pid).children(recursive=True)
     assert found, "there is an engine process"
     return found
 

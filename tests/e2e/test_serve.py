@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
 import signal
 import socket
 import subprocess
@@ -118,16 +119,29 @@ def test_a_model_that_cannot_be_read_ends_the_start_with_the_reason(tmp_path: pa
     assert "Traceback" not in done.stderr
 
 
-def test_set_reaches_any_key(tmp_path: pathlib.Path) -> None:
+def test_flags_beat_the_environment_and_that_the_file(tmp_path: pathlib.Path) -> None:
+    """X06: `--set` reaches any key; the port of the flag is taken, not those of file and environment."""
     path = write_script(tmp_path / "script.json", ["Hi"])
-    arguments = ["--model", f"scripted:{path}", "--set", "models.0.engine.max_model_len=64"]
-    with started_server([*arguments, "--set", "models.0.name=renamed"]) as server:
+    config = tmp_path / "headrace.yaml"
+    engine = "{max_model_len: 128, max_num_sequences: 3}"
+    config.write_text(
+        f"gateway: {{port: 1}}\nmodels:\n- {{source: 'scripted:{path}', name: a, engine: {engine}}}\n"
+    )
+    environment = {
+        "HEADRACE_GATEWAY__PORT": "2",
+        "HEADRACE_MODELS__0__NAME": "from-environment",
+        "HEADRACE_MODELS__0__ENGINE__MAX_MODEL_LEN": "96",
+    }
+    arguments = ["--config", str(config), "--set", "models.0.engine.max_model_len=64"]
+    with started_server(arguments, environment=environment) as server:
         models = httpx.get(f"{server.url}/v1/models").json()
-        assert [model["id"] for model in models["data"]] == ["renamed"]
+        assert [model["id"] for model in models["data"]] == ["from-environment"]
         body = {"prompt": [7] * 64, "max_tokens": 1}
         refused = httpx.post(f"{server.url}/v1/completions", json=body)
         assert refused.status_code == 400
         assert refused.json()["error"]["code"] == "context_length_exceeded"
+        printed = httpx.get(f"{server.url}/metrics").text
+        assert re.search(r"^headrace_kv_blocks\{.*\} 12\.0$", printed, re.M)  # 3 sequences of 64
 
 
 def test_a_broken_template_is_a_warning_at_start_and_a_400_on_chat(tmp_path: pathlib.Path) -> None:

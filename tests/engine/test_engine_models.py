@@ -48,8 +48,9 @@ def make(request: pytest.FixtureRequest, tiny_checkpoint: Callable[..., Path]) -
     new_runner = {"numpy": numpy_runner, "cpu": cpu_runner}[request.param]
 
     def make(num_blocks: int = 64, **settings: Any) -> EngineDriver:
-        table = {"max_model_len": 96, "max_num_sequences": 8, "block_size": 8, **settings}
-        full = EngineSettings(dtype="float32", kv_dtype="float32", deterministic=True, **table)
+        table: dict[str, Any] = {"max_model_len": 96, "max_num_sequences": 8, "block_size": 8}
+        table |= {"deterministic": True, **settings}
+        full = EngineSettings(dtype="float32", kv_dtype="float32", **table)
         runner = new_runner(model, full)
         vocab_size = min(model.architecture.vocab_size, driver_tokenizer().vocab_size)
         return drive_runner(runner, full, num_blocks, vocab_size)
@@ -170,3 +171,29 @@ def test_prompt_logprobs_do_not_depend_on_chunks(make: Make, exact: bool) -> Non
         assert prompt_logprobs is not None
         reports.append([entry.chosen.logprob for entry in prompt_logprobs if entry])
     assert reports[0] == (reports[1] if exact else pytest.approx(reports[1], abs=1e-6))
+
+
+def test_without_determinism_greedy_text_is_still_the_same(make: Make) -> None:
+    """Batched, cut, cached and preempted: logits differ in their last bits only, so texts do not."""
+    greedy: dict[str, Any] = {"max_tokens": MAX_TOKENS, "temperature": 0.0, "logprobs": 1}
+
+    def answers(driver: EngineDriver) -> list[Answer]:
+        names = [driver.submit(prompt, **greedy) for prompt in PROMPTS]
+        driver.run()
+        return [answer(driver, name) for name in names]
+
+    alone = []
+    for prompt in PROMPTS:
+        driver = make(prefix_caching=False)
+        name = driver.submit(prompt, **greedy)
+        driver.run()
+        alone.append(answer(driver, name))
+    cached = make(deterministic=False)
+    answers(cached)
+    small = make(14, deterministic=False, max_batched_tokens=16)
+    for driver in (make(deterministic=False, max_batched_tokens=13), cached, small):
+        for (tokens, logprobs), (right_tokens, right) in zip(answers(driver), alone, strict=True):
+            assert tokens == right_tokens
+            assert logprobs == pytest.approx(right, abs=1e-3)
+    assert cached.engine.stats().prefix_hit_tokens_total > 0
+    assert small.engine.stats().preemptions_total > 0

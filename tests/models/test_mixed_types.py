@@ -100,7 +100,7 @@ def llama3_factors(head_dim: int, rope: Mapping[str, Any], theta: float) -> np.n
     turns = rope["original_max_position_embeddings"] * frequencies / (2 * np.pi)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     smooth = np.clip((turns - low) / (high - low), 0, 1)
-    return (1 / ((1 - smooth) / rope["factor"] + smooth)).astype(np.float32)
+    return np.asarray(1 / ((1 - smooth) / rope["factor"] + smooth), np.float32)
 
 
 def test_stored_rope_factors_give_the_logits_of_llama_3s_rule(tmp_path: Path) -> None:
