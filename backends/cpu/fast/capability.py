@@ -1,0 +1,49 @@
+"""Which instruction set the fast path's kernels are written for: what the CPU reports, or less if told.
+
+A level is chosen once per process, because kernels are compiled for it. `amx` is accepted and computed
+as `avx512_vnni`: with activations in int8 per group of 32 the vector dot product needs no tiles.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping
+
+from llvmlite import binding
+
+from headrace.errors import ConfigError
+
+VARIABLE = "HEADRACE_CPU_CAPABILITY"
+AVX512_VNNI = "avx512_vnni"
+AVX2 = "avx2"
+GENERIC = "generic"
+REFERENCE = "reference"
+LEVELS = ("amx", AVX512_VNNI, AVX2, GENERIC, REFERENCE)
+"""From the most able to the least; the last one is the path without these kernels."""
+
+NEEDED_FEATURES: Mapping[str, tuple[str, ...]] = {
+    AVX512_VNNI: ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni"),
+    AVX2: ("avx2", "fma"),
+    GENERIC: (),
+}
+
+
+def choose_level(wanted: str, features: Mapping[str, bool]) -> str:
+    """Return the best level the features allow, at most `wanted` ("": no wish). ConfigError if unknown."""
+    if wanted not in ("", *LEVELS):
+        raise ConfigError(f"{VARIABLE} is {wanted!r}; it may be {', '.join(LEVELS)} or unset")
+    if wanted == REFERENCE:
+        return REFERENCE
+    allowed = LEVELS[LEVELS.index(wanted) :] if wanted else LEVELS
+    for level in allowed:
+        needed = NEEDED_FEATURES.get(level)
+        if needed is not None and all(features.get(name, False) for name in needed):
+            return level
+    return GENERIC
+
+
+@functools.cache
+def level() -> str:
+    """Return this process's level."""
+    return choose_level(os.environ.get(VARIABLE, ""), binding.get_host_cpu_features())

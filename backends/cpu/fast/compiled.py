@@ -1,0 +1,13 @@
+"""The decorator of this package's kernels: compiled for the chosen level, and cached apart by level."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from headrace.backends.cpu.fast import capability
+from headrace.backends.cpu.kernel_cache import kernel
+
+
+def fast_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    return kernel(variant=capability.level())(function)

@@ -1,0 +1,305 @@
+"""Writes LLVM code from Python, so that a Numba kernel can hold instructions that Numba cannot name.
+
+A routine is a function that takes an `Emitter` and LLVM values; `routine` makes it callable from
+kernels. Everything is 16 lanes wide and LLVM splits that where the CPU has less, so only the dot
+products of `Emitter.dot` differ by level. Addresses are int64.
+"""
+
+from __future__ import annotations
+
+import inspect
+import platform
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from headrace.backends.cpu.fast import capability
+
+LANES = 16
+I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+F16, F32, VOID = ir.HalfType(), ir.FloatType(), ir.VoidType()
+FLOATS, INTS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
+HALVES, SHORTS, BYTES = (ir.VectorType(kind, LANES) for kind in (F16, I16, I8))
+LEVEL = capability.level()
+DOT_SHIFTS_SIGNED = capability.AVX2 != LEVEL
+"""Whether `Emitter.dot` of codes w + 128 gives sum((w + 128) * x), so that 128 * sum(x) must come off."""
+
+_KINDS = {"int": types.int64, "float": types.float32, "none": types.void}
+
+
+def routine(
+    returns: str = "none", floats: tuple[str, ...] = ()
+) -> Callable[[Callable[..., Any]], Any]:
+    """Make a generator of LLVM code callable from kernels; arguments are int64 but for `floats`."""
+
+    def decorate(generate: Callable[..., Any]) -> Any:
+        names = list(inspect.signature(generate).parameters)[1:]
+        kinds = [types.float32 if name in floats else types.int64 for name in names]
+        signature = _KINDS[returns](*kinds)
+
+        def lower(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
+            result = generate(Emitter(builder), *arguments)
+            return context.get_dummy_value() if returns == "none" else result
+
+        def definition(typing_context: Any, *_: Any) -> Any:
+            return signature, lower
+
+        definition.__name__ = generate.__name__
+        definition.__doc__ = generate.__doc__
+        definition.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [
+                inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+                for name in ("typing_context", *names)
+            ]
+        )
+        return intrinsic(definition)
+
+    return decorate
+
+
+class Emitter:
+    """Short names for the code that every routine needs."""
+
+    def __init__(self, builder: Any) -> None:
+        self.builder = builder
+
+    # --- addresses and memory ---------------------------------------------------
+
+    def add(self, address: Any, offset: Any) -> Any:
+        return self.builder.add(address, self.integer(offset) if _is_plain(offset) else offset)
+
+    def times(self, value: Any, factor: int) -> Any:
+        return self.builder.mul(value, self.integer(factor))
+
+    def integer(self, value: int) -> Any:
+        return ir.Constant(I64, value)
+
+    def pointer(self, address: Any, kind: Any, offset: Any = 0) -> Any:
+        return self.builder.inttoptr(self.add(address, offset), kind.as_pointer())
+
+    def load(self, address: Any, kind: Any = FLOATS, offset: Any = 0) -> Any:
+        return self.builder.load(self.pointer(address, kind, offset), align=1)
+
+    def store(self, value: Any, address: Any, offset: Any = 0) -> None:
+        self.builder.store(value, self.pointer(address, value.type, offset), align=1)
+
+    def load_halves(self, address: Any, offset: Any = 0) -> Any:
+        """16 f16 as f32."""
+        return self.builder.fpext(self.load(address, HALVES, offset), FLOATS)
+
+    def variable(self, value: Any) -> Any:
+        slot = cgutils.alloca_once(self.builder, value.type)
+        self.builder.store(value, slot)
+        return slot
+
+    def get(self, slot: Any) -> Any:
+        return self.builder.load(slot)
+
+    def set(self, slot: Any, value: Any) -> None:
+        self.builder.store(value, slot)
+
+    def loop(self, count: Any) -> Any:
+        """Context manager; `.index` of what it gives counts from 0."""
+        return cgutils.for_range(self.builder, count)
+
+    def prefetch(self, address: Any, offset: int = 0) -> None:
+        flags = [ir.Constant(I32, flag) for flag in (0, 3, 1)]
+        self.call("llvm.prefetch.p0", VOID, self.pointer(address, I8, offset), *flags)
+
+    # --- vectors ----------------------------------------------------------------
+
+    def call(self, name: str, result: Any, *arguments: Any) -> Any:
+        kind = ir.FunctionType(result, [argument.type for argument in arguments])
+        function = cgutils.get_or_insert_function(self.builder.module, kind, name)
+        return self.builder.call(function, arguments)
+
+    def fill(self, value: float, kind: Any = FLOATS) -> Any:
+        """The same number in every lane."""
+        return ir.Constant(kind, [value] * kind.count)
+
+    def broadcast(self, scalar: Any) -> Any:
+        empty = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
+        vector = self.builder.insert_element(empty, scalar, ir.Constant(I32, 0))
+        return self.builder.shuffle_vector(vector, empty, ir.Constant(INTS, [0] * LANES))
+
+    def fma(self, x: Any, y: Any, z: Any) -> Any:
+        return self.call("llvm.fma.v16f32", FLOATS, x, y, z)
+
+    def largest(self, x: Any, y: Any) -> Any:
+        return self.call("llvm.maxnum.v16f32", FLOATS, x, y)
+
+    def round(self, x: Any) -> Any:
+        return self.call("llvm.rint.v16f32", FLOATS, x)
+
+    def widen_low(self, pairs: Any) -> Any:
+        """The even bf16 of 16 pairs as f32."""
+        shifted = self.builder.shl(pairs, self.fill(16, INTS))
+        return self.builder.bitcast(shifted, FLOATS)
+
+    def widen_high(self, pairs: Any) -> Any:
+        """The odd bf16 of 16 pairs as f32."""
+        return self.builder.bitcast(self.builder.and_(pairs, self.fill(-65536, INTS)), FLOATS)
+
+    def sum_lanes(self, x: Any) -> Any:
+        return self._fold(x, self.builder.fadd)
+
+    def max_lanes(self, x: Any) -> Any:
+        return self._fold(x, self.largest)
+
+    def sum_int_lanes(self, x: Any) -> Any:
+        return self.call("llvm.vector.reduce.add.v16i32", I32, x)
+
+    def max_int_lanes(self, x: Any) -> Any:
+        return self.call("llvm.vector.reduce.smax.v16i32", I32, x)
+
+    def _fold(self, x: Any, combine: Callable[[Any, Any], Any]) -> Any:
+        """Return a scalar: lanes are combined in a fixed tree."""
+        for width in (8, 4, 2, 1):
+            lanes = ir.Constant(INTS, [lane ^ width for lane in range(LANES)])
+            x = combine(x, self.builder.shuffle_vector(x, x, lanes))
+        return self.builder.extract_element(x, ir.Constant(I32, 0))
+
+    def exp(self, x: Any) -> Any:
+        """e**x within 2 units in the last place for -87 <= x <= 88, else the value at that bound."""
+        builder = self.builder
+        x = self.largest(x, self.fill(-87.0))
+        x = self.call("llvm.minnum.v16f32", FLOATS, x, self.fill(88.0))
+        n = self.round(builder.fmul(x, self.fill(1.4426950408889634)))
+        r = self.fma(n, self.fill(-0.693359375), x)
+        r = self.fma(n, self.fill(2.12194440e-4), r)
+        p = self.fill(1 / 720)
+        for coefficient in (1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0):
+            p = self.fma(p, r, self.fill(coefficient))
+        exponent = builder.shl(builder.fptosi(n, INTS), self.fill(23, INTS))
+        return builder.bitcast(builder.add(builder.bitcast(p, INTS), exponent), FLOATS)
+
+    def tanh(self, x: Any) -> Any:
+        """tanh with an absolute error of 2e-7."""
+        builder, one = self.builder, self.fill(1.0)
+        size = self.call("llvm.fabs.v16f32", FLOATS, x)
+        e = self.exp(builder.fmul(size, self.fill(-2.0)))
+        ratio = builder.fdiv(builder.fsub(one, e), builder.fadd(one, e))
+        return self.call("llvm.copysign.v16f32", FLOATS, ratio, x)
+
+    # --- what differs by level --------------------------------------------------
+
+    def dot(self, total: Any, codes: Any, x: Any, *, is_signed: bool) -> Any:
+        """total[i] += the sum over 4 bytes of codes (unsigned) times x (signed), per 32-bit lane.
+
+        `is_signed`: codes hold w + 128. Without DOT_SHIFTS_SIGNED the sum is of w * x then.
+        """
+        if LEVEL == capability.AVX512_VNNI:
+            kind = ir.VectorType(I8, 4 * LANES)
+            codes, x = self.builder.bitcast(codes, kind), self.builder.bitcast(x, kind)
+            return self.call("llvm.x86.avx512.vpdpbusd.512", INTS, total, codes, x)
+        if LEVEL == capability.AVX2:
+            return self._dot_avx2(total, codes, x, is_signed=is_signed)
+        for byte in range(4):
+            code = self.builder.lshr(codes, self.fill(8 * byte, INTS))
+            code = self.builder.and_(code, self.fill(255, INTS))
+            value = self.builder.shl(x, self.fill(24 - 8 * byte, INTS))
+            value = self.builder.ashr(value, self.fill(24, INTS))
+            total = self.builder.add(total, self.builder.mul(code, value))
+        return total
+
+    def _dot_avx2(self, total: Any, codes: Any, x: Any, *, is_signed: bool) -> Any:
+        """In halves of 8 lanes. The products of two bytes must fit 16 bits, so signs move to x."""
+        builder, bytes32 = self.builder, ir.VectorType(I8, 32)
+        ints8, shorts16 = ir.VectorType(I32, 8), ir.VectorType(I16, 16)
+        halves = []
+        for first in (0, 8):
+            lanes = ir.Constant(ints8, list(range(first, first + 8)))
+            part, code, value = (
+                builder.shuffle_vector(vector, vector, lanes) for vector in (total, codes, x)
+            )
+            if is_signed:
+                code = builder.xor(code, self.fill(-2139062144, ints8))
+            code, value = builder.bitcast(code, bytes32), builder.bitcast(value, bytes32)
+            if is_signed:
+                value = self.call("llvm.x86.avx2.psign.b", bytes32, value, code)
+                code = self.call("llvm.x86.avx2.psign.b", bytes32, code, code)
+            pairs = self.call("llvm.x86.avx2.pmadd.ub.sw", shorts16, code, value)
+            ones = self.fill(1, shorts16)
+            quads = self.call("llvm.x86.avx2.pmadd.wd", ints8, pairs, ones)
+            halves.append(builder.add(part, quads))
+        return builder.shuffle_vector(*halves, ir.Constant(INTS, list(range(LANES))))
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, int)
+
+
+# --- between threads ------------------------------------------------------------
+
+_MACHINE = platform.machine().lower()
+_HAS_FUTEX = platform.system() == "Linux" and _MACHINE in ("x86_64", "amd64", "aarch64", "arm64")
+_FUTEX = 202 if _MACHINE in ("x86_64", "amd64") else 98
+_FUTEX_WAIT_PRIVATE, _FUTEX_WAKE_PRIVATE, _EVERYONE = 128, 129, 1 << 20
+_NAP_MICROSECONDS = 200
+_CLOCK_MONOTONIC = 1
+
+
+@routine("int")
+def atomic_add(e: Any, address: Any, value: Any) -> Any:
+    """Add to an int64 in memory and return what it was."""
+    return e.builder.atomic_rmw("add", e.pointer(address, I64), value, "seq_cst")
+
+
+@routine("int")
+def atomic_load(e: Any, address: Any) -> Any:
+    return e.builder.load_atomic(e.pointer(address, I64), "seq_cst", 8)
+
+
+@routine()
+def atomic_store(e: Any, address: Any, value: Any) -> None:
+    e.builder.store_atomic(value, e.pointer(address, I64), "seq_cst", 8)
+
+
+@routine()
+def pause(e: Any) -> None:
+    """Tell the core that this is a spin."""
+    if _MACHINE in ("x86_64", "amd64"):
+        e.call("llvm.x86.sse2.pause", VOID)
+    elif _MACHINE in ("aarch64", "arm64"):
+        e.call("llvm.aarch64.hint", VOID, ir.Constant(I32, 1))
+
+
+@routine()
+def yield_core(e: Any) -> None:
+    """Let another thread run here, if one is waiting."""
+    e.call("sched_yield", I32)
+
+
+@routine()
+def park(e: Any, address: Any, seen: Any) -> None:
+    """Sleep while the low half of the int64 at `address` is that of `seen`; may wake early."""
+    if _HAS_FUTEX:
+        zero = e.integer(0)
+        wait = e.integer(_FUTEX_WAIT_PRIVATE)
+        e.call("syscall", I64, e.integer(_FUTEX), address, wait, seen, zero, zero, zero)
+    else:
+        e.call("usleep", I32, ir.Constant(I32, _NAP_MICROSECONDS))
+
+
+@routine()
+def wake_all(e: Any, address: Any) -> None:
+    """Wake whoever parked on `address`."""
+    if _HAS_FUTEX:
+        zero = e.integer(0)
+        wake, everyone = e.integer(_FUTEX_WAKE_PRIVATE), e.integer(_EVERYONE)
+        e.call("syscall", I64, e.integer(_FUTEX), address, wake, everyone, zero, zero, zero)
+
+
+@routine("int")
+def now_nanoseconds(e: Any) -> Any:
+    """The monotonic clock."""
+    kind = ir.LiteralStructType([I64, I64])
+    slot = cgutils.alloca_once(e.builder, kind)
+    e.call("clock_gettime", I32, ir.Constant(I32, _CLOCK_MONOTONIC), slot)
+    value = e.builder.load(slot)
+    seconds, rest = e.builder.extract_value(value, 0), e.builder.extract_value(value, 1)
+    return e.builder.add(e.times(seconds, 1_000_000_000), rest)

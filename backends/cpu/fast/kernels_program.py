@@ -1,0 +1,293 @@
+"""The interpreter: every thread walks the same program, chunks of each operation go to whoever asks first.
+
+A counter per operation hands out chunks; a barrier stands after an operation whose result the next one reads.
+The barrier's count only grows, so that a thread that sees it late never waits for a reset.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from headrace.backends.cpu.fast import layout as at
+from headrace.backends.cpu.fast.compiled import fast_kernel
+from headrace.backends.cpu.fast.intrinsics import (
+    LANES,
+    atomic_add,
+    atomic_load,
+    now_nanoseconds,
+    park,
+    pause,
+    wake_all,
+    yield_core,
+)
+from headrace.backends.cpu.fast.kernels_attend import attend_item
+from headrace.backends.cpu.fast.kernels_product import GROUP, TILE_BYTES, product
+from headrace.backends.cpu.fast.kernels_rowwise import (
+    add_rows,
+    cap_row,
+    copy_scaled,
+    embed_row,
+    gelu_row,
+    norm_row,
+    quantize_row,
+    rotate_row,
+    silu_row,
+    write_kv,
+)
+from headrace.backends.cpu.kernels_rows import floats, ints, longs
+from headrace.backends.cpu.kernels_vector import float_of_bits
+
+SPINS = 2000
+"""Pauses before a waiting thread gives way: on a busy machine a longer spin starves who it waits for."""
+YIELD_NANOSECONDS = 2_000_000
+"""How long a worker without work gives way before it parks: longer than the host takes between steps."""
+CHUNKS_PER_THREAD = 8
+MAX_COLUMNS_PER_CHUNK = 8
+CONTROL_WORD = 8
+
+
+@fast_kernel
+def barrier(control, target, tid):  # type: ignore[no-untyped-def]
+    """Arrive, and return when `target` arrivals have been counted."""
+    arrived = control + at.ARRIVED * CONTROL_WORD
+    atomic_add(arrived, 1)
+    spins = 0
+    while atomic_load(arrived) < target:
+        pause()
+        spins += 1
+        if spins > SPINS:
+            started = now_nanoseconds()
+            while atomic_load(arrived) < target:
+                yield_core()
+            waits = longs(control + (at.LONG_WAITS + tid * at.LINE_WORDS) * CONTROL_WORD, 1)
+            waits[0] += now_nanoseconds() - started
+            return
+
+
+@fast_kernel
+def chunk_of(total, threads, most):  # type: ignore[no-untyped-def]
+    """How many pieces of `total` a thread takes at once."""
+    if threads == 1:
+        return max(1, total)
+    return min(most, max(1, total // (threads * CHUNKS_PER_THREAD)))
+
+
+@fast_kernel
+def run_linear(op, rows, threads, counter, x, out):  # type: ignore[no-untyped-def]
+    form, groups = op[at.FORM], op[at.SIZE]
+    column_bytes = groups * TILE_BYTES[form]
+    columns = op[at.COUNT]
+    chunk = chunk_of(columns, threads, MAX_COLUMNS_PER_CHUNK)
+    bias = op[at.SECOND_POINTER]
+    while rows > 0:
+        first = atomic_add(counter, chunk)
+        if first >= columns:
+            break
+        for column in range(first, min(columns, first + chunk)):
+            product(
+                form, op[at.POINTER] + column * column_bytes, groups, x, op[at.IN_STRIDE],
+                out + column * LANES * 4, op[at.OUT_STRIDE],
+                bias + column * LANES * 4 if bias != 0 else 0, rows,
+            )  # fmt: skip
+
+
+@fast_kernel
+def run_rope_row(op, parameters, row, q, k, v):  # type: ignore[no-untyped-def]
+    """Rotate row `row` of q and k in place and write its keys and values."""
+    heads, kv_heads, head_dim, half = op[at.COUNT], op[at.KV_COUNT], op[at.SIZE], op[at.FORM]
+    position = np.int64(ints(parameters[at.POSITIONS], row + 1)[row])
+    cosines = floats(op[at.POINTER] + position * half * 4, half)
+    sines = floats(op[at.SECOND_POINTER] + position * half * 4, half)
+    rotate_row(q, cosines, sines, half, heads, head_dim)
+    rotate_row(k, cosines, sines, half, kv_heads, head_dim)
+    slots_at = parameters[at.SLOTS] + op[at.GROUP_INDEX] * parameters[at.NUM_TOKENS] * 8
+    slot = longs(slots_at, row + 1)[row]
+    block_size = parameters[at.BLOCK_SIZE]
+    per_page = block_size // LANES
+    page, inside = slot // block_size, slot % block_size
+    planes = longs(parameters[at.LAYERS] + op[at.LAYER] * 16, 2)
+    block_bytes = LANES * head_dim * 2
+    for head in range(kv_heads):
+        block = ((page * kv_heads + head) * per_page + inside // LANES) * block_bytes
+        offset = head * head_dim * 4
+        write_kv(
+            planes[0] + block, planes[1] + block, k + offset, v + offset, head_dim, inside % LANES
+        )
+
+
+@fast_kernel
+def run_attention(op, parameters, threads, counter, q, out, scratch):  # type: ignore[no-untyped-def]
+    heads, kv_heads, head_dim = op[at.COUNT], op[at.KV_COUNT], op[at.SIZE]
+    num_sequences, group = parameters[at.NUM_SEQUENCES], op[at.GROUP_INDEX]
+    kv_lens = ints(parameters[at.KV_LENS] + group * num_sequences * 4, num_sequences)
+    query_starts = ints(parameters[at.QUERY_STARTS], num_sequences + 1)
+    width = parameters[at.TABLE_WIDTH]
+    tables = parameters[at.TABLES] + group * num_sequences * width * 4
+    items = longs(parameters[at.ITEMS], parameters[at.NUM_ITEMS] * 3)
+    planes = longs(parameters[at.LAYERS] + op[at.LAYER] * 16, 2)
+    scale = float_of_bits(np.int32(op[at.NUMBER]))
+    softcap = float_of_bits(np.int32(op[at.SECOND_NUMBER]))
+    total = parameters[at.NUM_ITEMS] * kv_heads
+    chunk = 1 if threads > 1 else total
+    while True:
+        begin = atomic_add(counter, chunk)
+        if begin >= total:
+            break
+        for index in range(begin, min(total, begin + chunk)):
+            item, kv_head = index // kv_heads, index % kv_heads
+            sequence, first, count = items[3 * item], items[3 * item + 1], items[3 * item + 2]
+            token = np.int64(query_starts[sequence])
+            num_queries = np.int64(query_starts[sequence + 1]) - token
+            attend_item(
+                q + token * op[at.IN_STRIDE], op[at.IN_STRIDE],
+                out + token * op[at.OUT_STRIDE], op[at.OUT_STRIDE], planes[0], planes[1],
+                tables + sequence * width * 4, parameters[at.BLOCK_SIZE] // LANES,
+                np.int64(kv_lens[sequence]), num_queries, first, count, kv_head, kv_heads,
+                heads // kv_heads, head_dim, scale, softcap, op[at.FORM], scratch,
+            )  # fmt: skip
+
+
+@fast_kernel
+def run_row(op, parameters, row, x, aux, out, scratch):  # type: ignore[no-untyped-def]
+    """One row of an operation that works row by row. Returns where its f32 result is."""
+    code, size = op[at.CODE], op[at.SIZE]
+    number = float_of_bits(np.int32(op[at.NUMBER]))
+    target = out if op[at.OUT] >= 0 else scratch
+    if code == at.EMBED:
+        token = np.int64(ints(parameters[at.TOKEN_IDS], row + 1)[row])
+        embed_row(op[at.POINTER], op[at.FORM], TILE_BYTES[op[at.FORM]], token, size, number, target)
+    elif code == at.NORM:
+        if op[at.AUX] >= 0:
+            add_rows(x, aux, size)
+            x = aux
+        count = op[at.COUNT]
+        norm_row(x, op[at.POINTER], number, size // count, count, target)
+    elif code == at.SILU:
+        silu_row(x, x + 4 * size, target, size)
+    elif code == at.GELU:
+        gelu_row(x, x + 4 * size, target, size)
+    elif code == at.QUANTIZE:
+        target = x
+    elif code == at.ADD:
+        add_rows(x, aux, size)
+    elif code == at.SOFT_CAP:
+        cap_row(x, number, size)
+    return target
+
+
+@fast_kernel
+def run_rows(op, parameters, rows, threads, counter, places, scratch):  # type: ignore[no-untyped-def]
+    x, aux, out, quantized = places
+    chunk = chunk_of(rows, threads, 16)
+    while True:
+        first = atomic_add(counter, chunk)
+        if first >= rows:
+            break
+        for row in range(first, min(rows, first + chunk)):
+            source = x + row * op[at.IN_STRIDE]
+            target = out + row * op[at.OUT_STRIDE]
+            beside = aux + row * op[at.AUX_STRIDE]
+            if op[at.CODE] == at.ROPE:
+                run_rope_row(op, parameters, row, source, beside, target)
+                continue
+            if op[at.CODE] == at.TAKE:
+                token = np.int64(ints(parameters[at.SAMPLE_ROWS], row + 1)[row])
+                source = x + token * op[at.IN_STRIDE]
+                if op[at.OUT] >= 0:
+                    copy_scaled(source, np.float32(1.0), target, op[at.SIZE])
+                result = source
+            else:
+                result = run_row(op, parameters, row, source, beside, target, scratch)
+            if op[at.QUANTIZED] >= 0:
+                groups = op[at.SIZE] // GROUP
+                quantize_row(result, groups, quantized + row * op[at.QUANTIZED_STRIDE])
+
+
+@fast_kernel
+def place_of(buffers, number, offset):  # type: ignore[no-untyped-def]
+    return buffers[number] + offset if number >= 0 else 0
+
+
+@fast_kernel
+def run_program(tid, parameters, control):  # type: ignore[no-untyped-def]
+    """Walk the program as thread `tid`."""
+    threads, count = parameters[at.NUM_THREADS], parameters[at.NUM_OPERATIONS]
+    target = parameters[at.BARRIER_BASE]
+    buffers = longs(parameters[at.BUFFERS], 1 << 10)
+    scratch = parameters[at.SCRATCH] + tid * parameters[at.SCRATCH_BYTES]
+    for index in range(count):
+        op = longs(parameters[at.PROGRAM] + index * at.NUM_FIELDS * 8, at.NUM_FIELDS)
+        rows = parameters[at.NUM_SAMPLES if op[at.DOMAIN] == at.SAMPLES else at.NUM_TOKENS]
+        counter = parameters[at.COUNTERS] + index * at.LINE_WORDS * 8
+        x = place_of(buffers, op[at.IN], op[at.IN_OFFSET])
+        aux = place_of(buffers, op[at.AUX], op[at.AUX_OFFSET])
+        out = place_of(buffers, op[at.OUT], op[at.OUT_OFFSET])
+        if op[at.CODE] == at.LINEAR:
+            run_linear(op, rows, threads, counter, x, out)
+        elif op[at.CODE] == at.ATTEND:
+            run_attention(op, parameters, threads, counter, x, out, scratch)
+        else:
+            quantized = place_of(buffers, op[at.QUANTIZED], 0)
+            places = (x, aux, out, quantized)
+            run_rows(op, parameters, rows, threads, counter, places, scratch)
+        if op[at.BARRIER] != 0 and threads > 1:
+            target += threads
+            barrier(control, target, tid)
+
+
+@fast_kernel
+def wait_for_command(control, seen):  # type: ignore[no-untyped-def]
+    """Return the command counter once it is not `seen`: spin, give way, then park."""
+    command = control + at.COMMAND * CONTROL_WORD
+    parked = control + at.PARKED * CONTROL_WORD
+    for _ in range(SPINS):
+        if atomic_load(command) != seen:
+            return atomic_load(command)
+        pause()
+    started = now_nanoseconds()
+    while now_nanoseconds() - started < YIELD_NANOSECONDS:
+        if atomic_load(command) != seen:
+            return atomic_load(command)
+        yield_core()
+    while True:
+        atomic_add(parked, 1)
+        park(command, seen)
+        atomic_add(parked, -1)
+        if atomic_load(command) != seen:
+            return atomic_load(command)
+
+
+@fast_kernel
+def post_command(control):  # type: ignore[no-untyped-def]
+    atomic_add(control + at.COMMAND * CONTROL_WORD, 1)
+    if atomic_load(control + at.PARKED * CONTROL_WORD) > 0:
+        wake_all(control + at.COMMAND * CONTROL_WORD)
+
+
+@fast_kernel
+def enter(tid, parameters_at, control):  # type: ignore[no-untyped-def]
+    """Thread 0: run one step with all threads and return. Others: serve steps until stopped."""
+    parameters = longs(parameters_at, at.NUM_PARAMETERS)
+    if tid == 0:
+        counters = longs(parameters[at.COUNTERS], parameters[at.NUM_OPERATIONS] * at.LINE_WORDS)
+        for index in range(0, len(counters), at.LINE_WORDS):
+            counters[index] = 0
+        if parameters[at.NUM_THREADS] > 1:
+            parameters[at.BARRIER_BASE] = atomic_load(control + at.ARRIVED * CONTROL_WORD)
+            post_command(control)
+        run_program(0, parameters, control)
+        return
+    seen = 0
+    while True:
+        seen = wait_for_command(control, seen)
+        if atomic_load(control + at.STOP * CONTROL_WORD) != 0:
+            return
+        if tid < parameters[at.NUM_THREADS]:
+            run_program(tid, parameters, control)
+
+
+@fast_kernel
+def stop(control):  # type: ignore[no-untyped-def]
+    """Tell every worker to leave."""
+    atomic_add(control + at.STOP * CONTROL_WORD, 1)
+    post_command(control)

@@ -1,0 +1,247 @@
+"""What is done to one row of activations: norms, gates, quantization, embedding, rotation, keys and values.
+
+Rows are f32 at an address; sizes are multiples of 16. A NaN anywhere in a group becomes its scale, so that broken
+numbers reach the logits and fail their sequence instead of turning into plausible integers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import carray
+
+from headrace.backends.cpu.fast.compiled import fast_kernel
+from headrace.backends.cpu.fast.intrinsics import (
+    BYTES,
+    F16,
+    F32,
+    FLOATS,
+    I8,
+    I16,
+    I32,
+    I64,
+    INTS,
+    LANES,
+    routine,
+)
+from headrace.backends.cpu.fast.kernels_product import (
+    BYTES_IN_HALVES,
+    BYTES_SIGNED,
+    GROUP,
+    NIBBLES,
+    PLAIN,
+    RECORD_BYTES,
+)
+from headrace.backends.cpu.kernels_rows import bf16_of, floats, halves
+from headrace.backends.cpu.kernels_vector import as_pointer
+
+_ROW = 4 * LANES
+_SQRT_2_OVER_PI = 0.7978845608028654
+
+
+def _vectors(e: Any, size: Any) -> Any:
+    return e.loop(e.builder.sdiv(size, e.integer(LANES)))
+
+
+@routine()
+def add_rows(e: Any, x: Any, total: Any, size: Any) -> None:
+    """total[i] += x[i]."""
+    with _vectors(e, size) as loop:
+        offset = e.times(loop.index, _ROW)
+        value = e.builder.fadd(e.load(e.add(x, offset)), e.load(e.add(total, offset)))
+        e.store(value, e.add(total, offset))
+
+
+@routine("float")
+def sum_of_squares(e: Any, x: Any, size: Any) -> Any:
+    total = e.variable(e.fill(0.0))
+    with _vectors(e, size) as loop:
+        value = e.load(e.add(x, e.times(loop.index, _ROW)))
+        e.set(total, e.fma(value, value, e.get(total)))
+    return e.sum_lanes(e.get(total))
+
+
+@routine(floats=("factor",))
+def scale_row(e: Any, x: Any, factor: Any, weight: Any, out: Any, size: Any) -> None:
+    """out[i] = x[i] * factor * weight[i]."""
+    spread = e.broadcast(factor)
+    with _vectors(e, size) as loop:
+        offset = e.times(loop.index, _ROW)
+        value = e.builder.fmul(e.load(e.add(x, offset)), spread)
+        value = e.builder.fmul(value, e.load(e.add(weight, offset)))
+        e.store(value, e.add(out, offset))
+
+
+@routine(floats=("factor",))
+def copy_scaled(e: Any, x: Any, factor: Any, out: Any, size: Any) -> None:
+    """out[i] = x[i] * factor."""
+    spread = e.broadcast(factor)
+    with _vectors(e, size) as loop:
+        offset = e.times(loop.index, _ROW)
+        e.store(e.builder.fmul(e.load(e.add(x, offset)), spread), e.add(out, offset))
+
+
+@routine(floats=("cap",))
+def cap_row(e: Any, x: Any, cap: Any, size: Any) -> None:
+    """x[i] = cap * tanh(x[i] / cap)."""
+    spread = e.broadcast(cap)
+    with _vectors(e, size) as loop:
+        place = e.add(x, e.times(loop.index, _ROW))
+        capped = e.tanh(e.builder.fdiv(e.load(place), spread))
+        e.store(e.builder.fmul(capped, spread), place)
+
+
+@routine()
+def silu_row(e: Any, gate: Any, up: Any, out: Any, size: Any) -> None:
+    """out[i] = silu(gate[i]) * up[i]."""
+    builder = e.builder
+    with _vectors(e, size) as loop:
+        offset = e.times(loop.index, _ROW)
+        x, y = e.load(e.add(gate, offset)), e.load(e.add(up, offset))
+        below = builder.fadd(e.fill(1.0), e.exp(builder.fsub(e.fill(-0.0), x)))
+        e.store(builder.fdiv(builder.fmul(x, y), below), e.add(out, offset))
+
+
+@routine()
+def gelu_row(e: Any, gate: Any, up: Any, out: Any, size: Any) -> None:
+    """out[i] = gelu_tanh(gate[i]) * up[i]."""
+    builder = e.builder
+    with _vectors(e, size) as loop:
+        offset = e.times(loop.index, _ROW)
+        x, y = e.load(e.add(gate, offset)), e.load(e.add(up, offset))
+        cube = builder.fmul(builder.fmul(x, x), x)
+        inner = e.fma(cube, e.fill(0.044715), x)
+        bent = e.tanh(builder.fmul(inner, e.fill(_SQRT_2_OVER_PI)))
+        half = builder.fmul(builder.fmul(x, e.fill(0.5)), builder.fadd(e.fill(1.0), bent))
+        e.store(builder.fmul(half, y), e.add(out, offset))
+
+
+@routine()
+def quantize_row(e: Any, x: Any, groups: Any, out: Any) -> None:
+    """Write `groups` x 32 codes, then `groups` records, at `out` (see kernels_product)."""
+    builder = e.builder
+    magnitude_bits = e.fill(0x7FFFFFFF, INTS)
+    records = e.add(out, e.times(groups, GROUP))
+    with e.loop(groups) as loop:
+        place = e.add(x, e.times(loop.index, 2 * _ROW))
+        values = [e.load(place), e.load(place, FLOATS, _ROW)]
+        bits = [builder.and_(builder.bitcast(v, INTS), magnitude_bits) for v in values]
+        is_less = builder.icmp_signed("<", bits[0], bits[1])
+        most = builder.bitcast(e.max_int_lanes(builder.select(is_less, bits[1], bits[0])), F32)
+        tiny = ir_float(1e-30)
+        most = builder.select(builder.fcmp_ordered("<", most, tiny), tiny, most)
+        scale = builder.fmul(most, ir_float(1 / 127))
+        inverse = e.broadcast(builder.fdiv(ir_float(127.0), most))
+        codes = [builder.fptosi(e.round(builder.fmul(value, inverse)), INTS) for value in values]
+        target = e.add(out, e.times(loop.index, GROUP))
+        e.store(builder.trunc(codes[0], BYTES), target)
+        e.store(builder.trunc(codes[1], BYTES), target, LANES)
+        sums = [e.sum_int_lanes(code) for code in codes]
+        whole = builder.sitofp(builder.add(*sums), F32)
+        record = e.add(records, e.times(loop.index, RECORD_BYTES))
+        e.store(scale, record)
+        e.store(builder.fmul(scale, whole), record, 4)
+        e.store(sums[0], record, 8)
+        e.store(sums[1], record, 12)
+
+
+def ir_float(value: float) -> Any:
+    """A scalar f32 constant."""
+    return F32(value)
+
+
+@routine("float")
+def half_at(e: Any, address: Any) -> Any:
+    """The f16 at an address, as f32."""
+    return e.builder.fpext(e.load(address, F16), F32)
+
+
+@routine(floats=("value",))
+def store_half(e: Any, address: Any, value: Any) -> None:
+    """Write an f32 as f16, rounded to even."""
+    e.store(e.builder.fptrunc(value, F16), address)
+
+
+@routine("int")
+def byte_at(e: Any, address: Any) -> Any:
+    return e.builder.zext(e.load(address, I8), I64)
+
+
+@routine("float")
+def bf16_at(e: Any, address: Any) -> Any:
+    """The bf16 at an address, as f32."""
+    bits = e.builder.shl(e.builder.zext(e.load(address, I16), I32), I32(16))
+    return e.builder.bitcast(bits, F32)
+
+
+@fast_kernel
+def bytes_of(address, count):  # type: ignore[no-untyped-def]
+    """View memory as u1 [count]."""
+    return carray(as_pointer(address), (count,), np.uint8)
+
+
+@fast_kernel
+def norm_row(x, weight, eps, size, num_groups, out):  # type: ignore[no-untyped-def]
+    """out = x / rms(x) * weight, for each of `num_groups` runs of `size`; x and out may be the same."""
+    for group in range(num_groups):
+        run = x + group * size * 4
+        mean = sum_of_squares(run, size) / np.float32(size)
+        factor = np.float32(1.0) / np.sqrt(mean + eps)
+        scale_row(run, factor, weight, out + group * size * 4, size)
+
+
+@fast_kernel
+def embed_row(tiles, form, tile_bytes, token, size, scale, out):  # type: ignore[no-untyped-def]
+    """out[0:size] = row `token` of a held weight, times `scale`."""
+    groups = size // GROUP
+    column = tiles + token // LANES * groups * tile_bytes
+    lane = token % LANES
+    target = floats(out, size)
+    for group in range(groups):
+        tile = column + group * tile_bytes
+        if form == PLAIN:
+            for i in range(GROUP):
+                place = tile + i // 2 * 64 + lane * 4 + i % 2 * 2
+                target[group * GROUP + i] = bf16_at(place) * scale
+            continue
+        end = 256 if form == NIBBLES else 512
+        factor = half_at(tile + end + 2 * lane)
+        second = np.float32(0.0)
+        if form != BYTES_SIGNED:
+            second = half_at(tile + end + 32 + 2 * lane)
+        for i in range(GROUP):
+            if form == NIBBLES:
+                packed = byte_at(tile + i // 8 * 64 + lane * 4 + i % 4)
+                code = (packed >> (4 * (i // 4 % 2))) & 15
+            else:
+                code = byte_at(tile + i // 4 * 64 + lane * 4 + i % 4)
+            if form == BYTES_SIGNED:
+                value = np.float32(code - 128) * factor
+            elif form == BYTES_IN_HALVES:
+                value = np.float32(code - 128) * (factor if i < 16 else second)
+            else:
+                value = np.float32(code) * factor + second
+            target[group * GROUP + i] = value * scale
+
+
+@fast_kernel
+def rotate_row(x, cosines, sines, half, num_heads, head_dim):  # type: ignore[no-untyped-def]
+    """Rotate every head of a row in place: element i pairs with i + half."""
+    for head in range(num_heads):
+        row = floats(x + head * head_dim * 4, head_dim)
+        for i in range(half):
+            low, high = row[i], row[half + i]
+            row[i] = low * cosines[i] - high * sines[i]
+            row[half + i] = high * cosines[i] + low * sines[i]
+
+
+@fast_kernel
+def write_kv(keys, values, k, v, head_dim, lane):  # type: ignore[no-untyped-def]
+    """Write one head's key and value as row `lane` of a block of 16 rows (see kernels_attend)."""
+    key, value = floats(k, head_dim), floats(v, head_dim)
+    key_block = halves(keys, head_dim * LANES)
+    value_block = halves(values, head_dim * LANES)
+    for i in range(head_dim):
+        key_block[i // 2 * 32 + lane * 2 + i % 2] = bf16_of(key[i])
+        value_block[i // 16 * 256 + lane // 2 * 32 + i % 16 * 2 + lane % 2] = bf16_of(value[i])

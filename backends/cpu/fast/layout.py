@@ -1,0 +1,79 @@
+"""Where things lie in the int64 arrays that the interpreter reads: the step's parameters and an operation.
+
+Plain numbers, since Numba freezes them into the code; recorder, runner and kernels share this page.
+"""
+
+from __future__ import annotations
+
+# --- a step's parameters ----------------------------------------------------------
+(
+    NUM_TOKENS,
+    NUM_SAMPLES,
+    NUM_THREADS,
+    NUM_OPERATIONS,
+    PROGRAM,
+    BUFFERS,
+    COUNTERS,
+    BARRIER_BASE,
+    TOKEN_IDS,
+    POSITIONS,
+    SAMPLE_ROWS,
+    QUERY_STARTS,
+    NUM_SEQUENCES,
+    SLOTS,
+    KV_LENS,
+    TABLES,
+    TABLE_WIDTH,
+    BLOCK_SIZE,
+    LAYERS,
+    ITEMS,
+    NUM_ITEMS,
+    SCRATCH,
+    SCRATCH_BYTES,
+    STEP_KIND,
+    PROFILE,
+) = range(25)
+NUM_PARAMETERS = 64
+
+# --- words that threads share, a cache line each ----------------------------------
+COMMAND, PARKED, STOP, ARRIVED = 0, 8, 16, 24
+LONG_WAITS = 32
+"""One line per thread: nanoseconds in barriers after the spin."""
+LINE_WORDS = 8
+
+# --- an operation -----------------------------------------------------------------
+(
+    CODE,
+    DOMAIN,
+    BARRIER,
+    IN,
+    IN_OFFSET,
+    IN_STRIDE,
+    AUX,
+    AUX_OFFSET,
+    AUX_STRIDE,
+    OUT,
+    OUT_OFFSET,
+    OUT_STRIDE,
+    QUANTIZED,
+    QUANTIZED_STRIDE,
+    SIZE,
+    COUNT,
+    KV_COUNT,
+    FORM,
+    POINTER,
+    SECOND_POINTER,
+    LAYER,
+    GROUP_INDEX,
+    NUMBER,
+    SECOND_NUMBER,
+) = range(24)
+NUM_FIELDS = 24
+"""IN, AUX, OUT and QUANTIZED are buffer numbers, -1: none. NUMBER holds the bits of an f32."""
+
+TOKENS, SAMPLES = 0, 1
+"""DOMAIN: how many rows an operation has."""
+
+EMBED, NORM, SILU, GELU, LINEAR, QUANTIZE, ROPE, ATTEND, TAKE, ADD, SOFT_CAP = range(11)
+"""CODE."""
+NUM_CODES = 11

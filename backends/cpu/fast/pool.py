@@ -1,0 +1,107 @@
+"""The threads of a step: the caller and its workers, who spin, give way and park when there is nothing to do.
+
+When a core is taken by another process, a step with two threads waits for whoever was descheduled. So the
+pool watches how long its threads waited beyond their spin, and does with one thread until that is over.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from headrace.backends.cpu.fast import layout as at
+from headrace.backends.cpu.fast.arena import address
+from headrace.backends.cpu.fast.kernels_program import enter, stop
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+LONG_WAIT_SHARE = 0.15
+"""Of a step's time: above it, the step was disturbed."""
+DISTURBED_STEPS = 2
+"""Disturbed steps in a row (a calm one takes one back) before the pool does with one thread."""
+FIRST_PAUSE_STEPS, MAX_PAUSE_STEPS = 16, 512
+"""Steps with one thread before all are tried again; doubles while the trial is disturbed."""
+CONTROL_WORDS = 4096
+
+
+class ThreadGovernor:
+    """Decides how many threads the next step has. Mutable; knows nothing of threads."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+        self._disturbed = 0
+        self._pause = FIRST_PAUSE_STEPS
+        self._left = 0
+
+    def num_threads(self) -> int:
+        return 1 if self._left > 0 else self._num_threads
+
+    def observe(self, long_wait_share: float) -> None:
+        """Say how much of the last step was spent in waits beyond the spin."""
+        if self._left > 0:
+            self._left -= 1
+            return
+        if long_wait_share <= LONG_WAIT_SHARE:
+            self._disturbed = max(0, self._disturbed - 1)
+            if self._disturbed == 0:
+                self._pause = FIRST_PAUSE_STEPS
+            return
+        self._disturbed += 1
+        if self._disturbed >= DISTURBED_STEPS:
+            self._left = self._pause
+            self._pause = min(2 * self._pause, MAX_PAUSE_STEPS)
+            self._disturbed = DISTURBED_STEPS - 1
+
+
+class ThreadPool:
+    """Runs steps. Used by one thread at a time; `close` ends the workers."""
+
+    def __init__(self, num_threads: int, parameters: NDArray[np.int64]) -> None:
+        """`parameters` is the array that every step is described in (see layout)."""
+        self._parameters = parameters
+        self._control = np.zeros(CONTROL_WORDS, np.int64)
+        self._num_threads = num_threads
+        self._governor = ThreadGovernor(num_threads)
+        self._workers: list[threading.Thread] = []
+        enter(0, address(parameters), address(self._control))  # compiles, before any worker does
+        for index in range(1, num_threads):
+            worker = threading.Thread(
+                target=_serve, args=(index, parameters, self._control), daemon=True,
+                name=f"headrace-cpu-{index}",
+            )  # fmt: skip
+            worker.start()
+            self._workers.append(worker)
+
+    def run(self, *, most: int | None = None) -> int:
+        """Run the step that the parameters describe, with at most `most` threads; return how many it had."""
+        waits = self._control[at.LONG_WAITS : at.LONG_WAITS + self._num_threads * at.LINE_WORDS]
+        waits[:] = 0
+        allowed = self._governor.num_threads()
+        threads = allowed if most is None else min(most, allowed)
+        self._parameters[at.NUM_THREADS] = threads
+        started = time.perf_counter_ns()
+        enter(0, address(self._parameters), address(self._control))
+        if threads > 1 or allowed == 1:
+            elapsed = max(1, time.perf_counter_ns() - started)
+            self._governor.observe(int(waits.max()) / elapsed)
+        return threads
+
+    def num_parked(self) -> int:
+        """How many workers sleep in the kernel just now."""
+        return int(self._control[at.PARKED])
+
+    def close(self) -> None:
+        """End the workers and wait for them. A second call does nothing."""
+        workers, self._workers = self._workers, []
+        if workers:
+            stop(address(self._control))
+        for worker in workers:
+            worker.join()
+
+
+def _serve(index: int, parameters: NDArray[np.int64], control: NDArray[np.int64]) -> None:
+    enter(index, address(parameters), address(control))
