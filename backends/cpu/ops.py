@@ -27,6 +27,7 @@ from headrace.backends.cpu.weights import (
     RowsWeight,
     can_pack,
     gather_rows,
+    has_long_sums,
     is_vocabulary,
     pack,
     packed_linear,
@@ -81,7 +82,7 @@ class CpuOps:
         name = parts[0].name
         rows = gather_rows(parts, self._dtype)
         offset = None if bias is None else torch.tensor(bias)
-        if self._packs and not is_vocabulary(name):
+        if self._packs and not is_vocabulary(name) and not has_long_sums(rows):
             offset = None if offset is None else offset.to(self._dtype)
             num_bytes = rows.nbytes + (0 if offset is None else offset.nbytes)
             held = PackedWeight(pack(rows), offset, num_bytes)
