@@ -69,7 +69,7 @@ class OpsRunner:
         or misshapen, or where `quantization` wants a scheme that this runner cannot make.
         """
         if quantization is not None:
-            _check_schemes(model, quantization)
+            check_schemes(model, quantization)
         self._ops = ops
         self._group = group
         self._settings = settings
@@ -162,7 +162,7 @@ def share_of(spec: KVGroupSpec, group: Group) -> KVGroupSpec:
     return msgspec.structs.replace(spec, num_kv_heads=spec.num_kv_heads // group.size)
 
 
-def _check_schemes(model: LoadedModel, quantization: QuantizationPolicy) -> None:
+def check_schemes(model: LoadedModel, quantization: QuantizationPolicy) -> None:
     """Ask the policy about every matrix before any is read; weights are held as stored."""
     for name in model.tensors.names():
         stored, shape = model.tensors.scheme(name)

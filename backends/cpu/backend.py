@@ -1,6 +1,7 @@
-"""The CPU backend: the embedded default, on torch's products and Numba kernels.
+"""The CPU backend, the embedded default: a recorded program in one parallel region, or torch's products.
 
-torch and Numba are imported by `open`, so that naming this backend costs nothing. Before that it shortens how
+Each model gets the path that can run it, decided once. Nothing heavy is imported before that, so that naming
+this backend costs nothing; torch only for the reference path. `open` shortens how
 long the OpenMP runtime's idle threads spin: on a busy machine a spinning thread is descheduled just
 when it is needed. Seen with 2 threads on 2 busy cores, one step of 16 rows: 60 to 1,500 ms with
 the runtime's default, 21 to 115 ms with this.
@@ -13,6 +14,8 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
+
+import structlog
 
 from headrace.interfaces import Availability, Clock, Group, LoadedModel, QuantizationPolicy, Runner
 from headrace.types import EngineSettings
@@ -44,8 +47,6 @@ class CpuBackend:
         """There is one CPU: `device_index` is 0."""
         if not OPENMP_VARIABLES & os.environ.keys():
             os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
-        from headrace.backends.cpu import ops  # noqa: F401  (fails here, before a model is read)
-
         return cls()
 
     def create_runner(
@@ -57,6 +58,16 @@ class CpuBackend:
         quantization: QuantizationPolicy | None = None,
         report: Callable[[str, float], None] = lambda stage, fraction: None,
     ) -> Runner:
+        reason = _reason_against_fast_path(settings, group)
+        if not reason:
+            from headrace.backends.cpu.fast.packing import UnsupportedModel
+            from headrace.backends.cpu.fast.runner import FastRunner
+
+            try:
+                return FastRunner(model, group, settings, quantization=quantization, report=report)
+            except UnsupportedModel as unsupported:
+                reason = str(unsupported)
+        structlog.get_logger(__name__).info("reference path", model=model.name, reason=reason)
         from headrace.backends.cpu.ops import CpuOps
         from headrace.backends.runner import OpsRunner
 
@@ -69,3 +80,16 @@ class CpuBackend:
             quantization=quantization,
             report=report,
         )
+
+
+def _reason_against_fast_path(settings: EngineSettings, group: Group) -> str:
+    """Return why the reference path must serve; "" where the fast one can."""
+    from headrace.backends.cpu.fast import capability
+
+    if not os.environ.get(capability.VARIABLE):
+        return "not the default yet"
+    if capability.level() == capability.REFERENCE:
+        return f"{capability.VARIABLE} is {capability.REFERENCE}"
+    from headrace.backends.cpu.fast.runner import reason_against
+
+    return reason_against(settings, group)

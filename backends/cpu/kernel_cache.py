@@ -29,7 +29,7 @@ def cache_folder(variant: str = "") -> Path | None:
     for package in ("numba", "llvmlite"):
         digest.update(f"{package} {metadata.version(package)}\n".encode())
     sources = Path(__file__).parent.glob("kernel*.py")
-    fast = Path(__file__).parent.glob("fast/*.py") if variant else ()
+    fast = Path(__file__).parent.glob("fast/[kil]*.py") if variant else ()  # kernels, their makers
     for source in sorted((*sources, *fast)):
         digest.update(source.name.encode() + source.read_bytes())
     root = os.environ.get("HEADRACE_CACHE") or (

@@ -1,4 +1,4 @@
-"""Memory of whole pages for weights, activations and keys: zero, private, huge pages asked for, addresses known.
+"""Memory of whole pages for weights, activations and keys: zero, private, huge, addresses known.
 
 Weights share large mappings, since a huge page for the tail of each small one would waste more than it holds.
 """

@@ -240,7 +240,8 @@ _HAS_FUTEX = platform.system() == "Linux" and _MACHINE in ("x86_64", "amd64", "a
 _FUTEX = 202 if _MACHINE in ("x86_64", "amd64") else 98
 _FUTEX_WAIT_PRIVATE, _FUTEX_WAKE_PRIVATE, _EVERYONE = 128, 129, 1 << 20
 _NAP_MICROSECONDS = 200
-_CLOCK_MONOTONIC = 1
+_CLOCK_MONOTONIC = 6 if platform.system() == "Darwin" else 1
+_CLOCK_THREAD = 16 if platform.system() == "Darwin" else 3
 
 
 @routine("int")
@@ -294,12 +295,21 @@ def wake_all(e: Any, address: Any) -> None:
         e.call("syscall", I64, e.integer(_FUTEX), address, wake, everyone, zero, zero, zero)
 
 
-@routine("int")
-def now_nanoseconds(e: Any) -> Any:
-    """The monotonic clock."""
-    kind = ir.LiteralStructType([I64, I64])
-    slot = cgutils.alloca_once(e.builder, kind)
-    e.call("clock_gettime", I32, ir.Constant(I32, _CLOCK_MONOTONIC), slot)
+def _read_clock(e: Any, clock: int) -> Any:
+    slot = cgutils.alloca_once(e.builder, ir.LiteralStructType([I64, I64]))
+    e.call("clock_gettime", I32, ir.Constant(I32, clock), slot)
     value = e.builder.load(slot)
     seconds, rest = e.builder.extract_value(value, 0), e.builder.extract_value(value, 1)
     return e.builder.add(e.times(seconds, 1_000_000_000), rest)
+
+
+@routine("int")
+def now_nanoseconds(e: Any) -> Any:
+    """The monotonic clock."""
+    return _read_clock(e, _CLOCK_MONOTONIC)
+
+
+@routine("int")
+def own_nanoseconds(e: Any) -> Any:
+    """How long this thread has had a core: what other processes take is left out."""
+    return _read_clock(e, _CLOCK_THREAD)

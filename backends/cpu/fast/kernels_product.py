@@ -1,11 +1,11 @@
 """The product of activations with a held weight: one routine for every form and number of rows.
 
-A weight is tiles of 16 outputs x 32 inputs, the tiles of 16 outputs one after the other along the inputs. Lane i of
-a vector is output i; a 32-bit lane of codes holds 4 consecutive inputs, so one broadcast of 4
-activation bytes meets 16 outputs. Rows are taken 8 at a time, which spreads the unpacking of codes.
+A weight is tiles of 16 outputs x 32 inputs, those of the same outputs one after the other along the
+inputs. Lane i of a vector is output i; a 32-bit lane of codes holds 4 consecutive inputs, so one
+broadcast of 4 activation bytes meets 16 outputs. Rows are taken 8 at a time: codes are unpacked once.
 
 Activations are int8 per group of 32 with a record of 16 bytes: scale f32, scale * sum f32, and the
-sums of the first and the last 16 codes i32. Versions tried on a Zen 5 with SmolLM2-135M Q4_1 are in docs/performance.md.
+sums of the first and the last 16 codes i32. The versions tried are in docs/performance.md.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from headrace.backends.cpu.fast.intrinsics import (
     atomic_add,
     atomic_load,
     now_nanoseconds,
+    own_nanoseconds,
     park,
     pause,
     wake_all,
@@ -215,7 +216,9 @@ def run_program(tid, parameters, control):  # type: ignore[no-untyped-def]
     target = parameters[at.BARRIER_BASE]
     buffers = longs(parameters[at.BUFFERS], 1 << 10)
     scratch = parameters[at.SCRATCH] + tid * parameters[at.SCRATCH_BYTES]
+    profile = parameters[at.PROFILE]
     for index in range(count):
+        started = own_nanoseconds() if profile != 0 else 0
         op = longs(parameters[at.PROGRAM] + index * at.NUM_FIELDS * 8, at.NUM_FIELDS)
         rows = parameters[at.NUM_SAMPLES if op[at.DOMAIN] == at.SAMPLES else at.NUM_TOKENS]
         counter = parameters[at.COUNTERS] + index * at.LINE_WORDS * 8
@@ -230,9 +233,14 @@ def run_program(tid, parameters, control):  # type: ignore[no-untyped-def]
             quantized = place_of(buffers, op[at.QUANTIZED], 0)
             places = (x, aux, out, quantized)
             run_rows(op, parameters, rows, threads, counter, places, scratch)
+        finished = own_nanoseconds() if profile != 0 else 0
         if op[at.BARRIER] != 0 and threads > 1:
             target += threads
             barrier(control, target, tid)
+        if profile != 0:
+            spent = longs(profile + (tid * count + index) * 16, 2)
+            spent[0] += finished - started
+            spent[1] += own_nanoseconds() - finished
 
 
 @fast_kernel

@@ -1,7 +1,7 @@
 """What is done to one row of activations: norms, gates, quantization, embedding, rotation, keys and values.
 
-Rows are f32 at an address; sizes are multiples of 16. A NaN anywhere in a group becomes its scale, so that broken
-numbers reach the logits and fail their sequence instead of turning into plausible integers.
+Rows are f32 at an address; sizes are multiples of 16. A NaN anywhere in a group becomes its scale, so
+that broken numbers reach the logits and fail their sequence instead of turning into plausible integers.
 """
 
 from __future__ import annotations

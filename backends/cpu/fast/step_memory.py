@@ -1,0 +1,110 @@
+"""What one step needs in memory: parameters for the interpreter, activations, the plan of attention."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from headrace.backends.cpu.fast import layout as at
+from headrace.backends.cpu.fast.arena import address, map_pages
+from headrace.backends.cpu.fast.kernels_attend import MAX_VECTORS, scratch_bytes
+from headrace.backends.cpu.fast.kv_pool import FastKVPool
+from headrace.backends.cpu.fast.recorder import Program
+from headrace.types import ForwardBatch
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+class StepMemory:
+    """The parameters of a step and the memory it computes in. Mutable; buffers grow with the rows."""
+
+    def __init__(self, program: Program, num_threads: int) -> None:
+        self.parameters = np.zeros(at.NUM_PARAMETERS, np.int64)
+        self._program = program
+        self._buffers: list[NDArray[np.uint8]] = [np.zeros(0, np.uint8)] * len(
+            program.buffer_domains
+        )
+        self._addresses = np.zeros(1 << 10, np.int64)
+        count = len(program.operations)
+        self._counters = np.zeros(count * at.LINE_WORDS, np.int64)
+        self._queries = min(
+            (max(1, MAX_VECTORS // ratio) for _, ratio in program.ratios), default=1
+        )
+        scratch = max(
+            (scratch_bytes(head_dim, ratio) for head_dim, ratio in program.ratios), default=0
+        )
+        scratch = -(-max(scratch, program.scratch_row, 1) // 4096) * 4096
+        self._scratch = map_pages(scratch * num_threads)
+        self._keep: dict[int, NDArray[Any]] = {}
+        for place, value in (
+            (at.NUM_OPERATIONS, 0),
+            (at.PROGRAM, address(program.operations)),
+            (at.BUFFERS, address(self._addresses)),
+            (at.COUNTERS, address(self._counters)),
+            (at.SCRATCH, address(self._scratch)),
+            (at.SCRATCH_BYTES, scratch),
+            (at.NUM_THREADS, 1),
+        ):
+            self.parameters[place] = value
+
+    def use_pool(self, pool: FastKVPool) -> None:
+        self._set_array(at.LAYERS, pool.addresses())
+        self.parameters[at.BLOCK_SIZE] = pool.block_size
+
+    def describe(self, batch: ForwardBatch, drawn: NDArray[np.int32]) -> None:
+        """Write one step's facts. `drawn` are the tokens of the step before."""
+        token_ids = batch.token_ids
+        if (batch.token_sources >= 0).any():
+            sources = batch.token_sources
+            token_ids = np.where(sources >= 0, drawn[np.maximum(sources, 0)], token_ids)
+        num_sequences = len(batch.query_starts) - 1
+        for place, array, kind in (
+            (at.TOKEN_IDS, token_ids, np.int32),
+            (at.POSITIONS, batch.positions, np.int32),
+            (at.SAMPLE_ROWS, batch.sample_rows, np.int32),
+            (at.QUERY_STARTS, batch.query_starts, np.int32),
+            (at.SLOTS, batch.slots, np.int64),
+            (at.KV_LENS, batch.kv_lens, np.int32),
+            (at.TABLES, batch.block_tables, np.int32),
+        ):
+            self._set_array(place, np.ascontiguousarray(array, kind))
+        items = self._items(np.diff(batch.query_starts))
+        self._set_array(at.ITEMS, items)
+        parameters = self.parameters
+        parameters[at.NUM_OPERATIONS] = len(self._program.operations)
+        parameters[at.NUM_ITEMS] = len(items)
+        parameters[at.NUM_TOKENS] = len(token_ids)
+        parameters[at.NUM_SAMPLES] = len(batch.sample_rows)
+        parameters[at.NUM_SEQUENCES] = num_sequences
+        parameters[at.TABLE_WIDTH] = batch.block_tables.shape[2]
+        self._grow((len(token_ids), len(batch.sample_rows)))
+
+    def logits(self) -> tuple[int, int]:
+        """Where the last step's logits are, and the bytes from row to row."""
+        return int(self._addresses[self._program.logits_buffer]), self._program.logits_stride
+
+    def _items(self, num_queries: NDArray[np.int32]) -> NDArray[np.int64]:
+        """Attention's items [n, 3]: sequence, first query, count. A prompt's last, the longest, come first."""
+        if len(num_queries) == 0 or int(num_queries.max()) == 1:
+            items = np.zeros((len(num_queries), 3), np.int64)
+            items[:, 0], items[:, 2] = np.arange(len(num_queries)), num_queries
+            return items[items[:, 2] > 0]
+        listed = [
+            (sequence, first, min(self._queries, count - first))
+            for sequence, count in enumerate(num_queries.tolist())
+            for first in range(0, count, self._queries)
+        ]
+        return np.array(listed[::-1], np.int64).reshape(-1, 3)
+
+    def _grow(self, rows: tuple[int, int]) -> None:
+        for number, domain in enumerate(self._program.buffer_domains):
+            needed = max(1, rows[domain]) * self._program.buffer_row_bytes[number] + 64
+            if len(self._buffers[number]) < needed:
+                self._buffers[number] = map_pages(needed + needed // 2)
+                self._addresses[number] = address(self._buffers[number])
+
+    def _set_array(self, place: int, array: NDArray[Any]) -> None:
+        self._keep[place] = array
+        self.parameters[place] = address(array)
