@@ -48,7 +48,7 @@ class FastKVPool:
 
     def addresses(self) -> NDArray[np.int64]:
         """Return [layers, 2]: where each layer's keys and values are."""
-        table = np.zeros((max(self._layers) + 1, 2), np.int64)
+        table = np.zeros((max(self._layers, default=-1) + 1, 2), np.int64)
         for layer, planes in self._layers.items():
             table[layer] = address(planes.keys), address(planes.values)
         return table
