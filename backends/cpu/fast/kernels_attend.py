@@ -3,8 +3,9 @@
 Rows are kept in blocks of 16 per KV head. Keys: [head_dim / 2][16 rows][2], so that a vector holds one pair of
 elements of 16 rows; values: [head_dim / 16][8 pairs of rows][16 elements][2]. Both widen with one instruction.
 
-An item is (sequence, a few of its queries, KV head): its query heads share the blocks read. Scores of up to 8
-blocks are kept, then weighted and added to the output, which fades when a larger score comes.
+An item is (sequence, a few of its queries, KV head): its query heads share the blocks read. Scores of 8
+blocks are kept, then weighted and added to the output, which fades when a larger score comes. These
+segments lie at fixed rows and hidden rows add zeros, so that no result depends on who shares an item.
 """
 
 from __future__ import annotations
@@ -229,8 +230,9 @@ def attend_item(  # type: ignore[no-untyped-def]
     first_block, end_block = start // LANES, (end + LANES - 1) // LANES
     table = ints(table_at, (end_block + blocks_per_page - 1) // blocks_per_page)
     block_bytes = LANES * head_dim * 2
-    for segment in range(first_block, end_block, SEGMENT_BLOCKS):
-        num_blocks = min(SEGMENT_BLOCKS, end_block - segment)
+    for whole in range(first_block // SEGMENT_BLOCKS, (end_block - 1) // SEGMENT_BLOCKS + 1):
+        segment = max(first_block, whole * SEGMENT_BLOCKS)
+        num_blocks = min((whole + 1) * SEGMENT_BLOCKS, end_block) - segment
         for i in range(num_blocks + 1):
             block = min(segment + i, end_block - 1)
             page = np.int64(table[block // blocks_per_page])

@@ -1,0 +1,105 @@
+"""The fast path's threads: fewer when a core is taken, parked when idle, gone when closed."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+
+from headrace.backends.cpu.fast import layout as at
+from headrace.backends.cpu.fast.pool import (
+    DISTURBED_STEPS,
+    FIRST_PAUSE_STEPS,
+    MAX_PAUSE_STEPS,
+    ThreadGovernor,
+    ThreadPool,
+)
+
+CALM, DISTURBED = 0.0, 0.5
+
+
+def steps_with_one(governor: ThreadGovernor) -> int:
+    """How many steps in a row have one thread now."""
+    count = 0
+    while governor.num_threads() == 1:
+        governor.observe(CALM)
+        count += 1
+        assert count <= MAX_PAUSE_STEPS
+    return count
+
+
+def test_one_disturbed_step_changes_nothing() -> None:
+    governor = ThreadGovernor(4)
+    for _ in range(5):
+        governor.observe(DISTURBED)
+        governor.observe(CALM)
+        assert governor.num_threads() == 4
+
+
+def test_steps_disturbed_in_a_row_give_a_core_back_for_longer_each_time() -> None:
+    governor = ThreadGovernor(2)
+    for _ in range(DISTURBED_STEPS):
+        assert governor.num_threads() == 2
+        governor.observe(DISTURBED)
+    pauses = [steps_with_one(governor)]
+    for _ in range(8):
+        governor.observe(DISTURBED)  # the trial
+        pauses.append(steps_with_one(governor))
+    assert pauses[:3] == [FIRST_PAUSE_STEPS, 2 * FIRST_PAUSE_STEPS, 4 * FIRST_PAUSE_STEPS]
+    assert pauses[-1] == MAX_PAUSE_STEPS
+
+
+def test_a_calm_trial_brings_all_threads_back_and_forgets() -> None:
+    governor = ThreadGovernor(2)
+    for _ in range(DISTURBED_STEPS):
+        governor.observe(DISTURBED)
+    steps_with_one(governor)
+    for _ in range(3):
+        assert governor.num_threads() == 2
+        governor.observe(CALM)
+    for _ in range(DISTURBED_STEPS):
+        governor.observe(DISTURBED)
+    assert steps_with_one(governor) == FIRST_PAUSE_STEPS
+
+
+def test_one_thread_stays_one() -> None:
+    governor = ThreadGovernor(1)
+    governor.observe(CALM)
+    assert governor.num_threads() == 1
+
+
+def parameters() -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """A step of no operations."""
+    values = np.zeros(at.NUM_PARAMETERS, np.int64)
+    values[at.NUM_THREADS] = 1
+    return values
+
+
+def wait_until(condition: object, seconds: float = 30.0) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():  # type: ignore[operator]
+            return True
+        time.sleep(0.005)
+    return False
+
+
+def test_workers_park_when_there_is_nothing_to_do_and_wake_for_a_step() -> None:
+    pool = ThreadPool(3, parameters())
+    try:
+        for _ in range(3):
+            assert wait_until(lambda: pool.num_parked() == 2)
+            assert pool.run() in (1, 3)
+    finally:
+        pool.close()
+    assert not [t for t in threading.enumerate() if t.name.startswith("headrace-cpu-")]
+
+
+def test_closing_ends_workers_in_any_state_and_twice_is_once() -> None:
+    for _ in range(5):
+        pool = ThreadPool(2, parameters())
+        pool.run()
+        pool.close()
+        pool.close()
+    assert not [t for t in threading.enumerate() if t.name.startswith("headrace-cpu-")]
