@@ -13,7 +13,7 @@ from headrace.backends.batches import SequenceStep, forward_batch, sampling_batc
 from headrace.types import EngineSettings, ForwardBatch, SamplingBatch, TokenMasks
 
 MAX_ROWS = 64
-ROW_COUNTS = (1, 2, 4, 16, MAX_ROWS)
+ROW_COUNTS = (1, 2, 4, 8, 16, MAX_ROWS)
 SEED = 0x9E3779B97F4A7C15
 
 

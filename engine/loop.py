@@ -31,6 +31,8 @@ from headrace.types import (
 
 _NOTHING_RAN_SECONDS = 0.002
 """How long to wait for a message after a step that could run nothing: neither spin nor oversleep."""
+_REST_SECONDS = 0.5
+"""Idle for so long after work, the engine has come to rest."""
 
 
 class SteppedEngine(Protocol):
@@ -56,9 +58,17 @@ class SteppedEngine(Protocol):
 class EngineLoop:
     """Drives one engine. `run` belongs to the engine's thread; `post` may be called from any."""
 
-    def __init__(self, engine: SteppedEngine, emit: Callable[[FromEngine], object]) -> None:
+    def __init__(
+        self,
+        engine: SteppedEngine,
+        emit: Callable[[FromEngine], object],
+        on_rest: Callable[[], object] = lambda: None,
+    ) -> None:
+        """`on_rest` is called in the engine's thread, once each time the engine comes to rest."""
         self._engine = engine
         self._emit = emit
+        self._on_rest = on_rest
+        self._is_at_rest = False
         self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
         self._live: dict[str, set[int]] = {}  # request id -> its choices that have not ended
         self._must_report = False
@@ -89,7 +99,7 @@ class EngineLoop:
         if self._must_report or self._engine.has_work():
             frame = self._next_frame(_NOTHING_RAN_SECONDS if self._nothing_ran else 0)
         else:
-            frame = self._inbox.get()
+            frame = self._rest()
         self._nothing_ran = False
         while frame is not None:
             if isinstance(frame, Stop):
@@ -97,6 +107,15 @@ class EngineLoop:
             self._handle(frame)
             frame = self._next_frame(0)
         return True
+
+    def _rest(self) -> ToEngine:
+        if not self._is_at_rest:
+            frame = self._next_frame(_REST_SECONDS)
+            if frame is not None:
+                return frame
+            self._on_rest()
+            self._is_at_rest = True
+        return self._inbox.get()
 
     def _next_frame(self, timeout: float) -> ToEngine | None:
         try:
@@ -132,6 +151,7 @@ class EngineLoop:
             self._emit(Accepted(request_id))
 
     def _step(self) -> None:
+        self._is_at_rest = False
         steps_before = self._reported.steps_total
         try:
             events = self._engine.step()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import gc
 import os
 import signal
 import socket
@@ -65,7 +66,9 @@ class Worker:
             threading.Thread(target=self._read, name="reader", daemon=True).start()
             built = self._build(start.config, report=self._report)
             engine = built.engine
-            self._loop = EngineLoop(engine, self._outbox.put)
+            self._loop = EngineLoop(engine, self._outbox.put, return_free_memory)
+            gc.collect()
+            gc.freeze()  # what is loaded stays: no later collection walks it between two steps
             self._loop.announce(built.card)
             self._loop.run()
             return 0
@@ -155,6 +158,18 @@ def die_with_parent() -> None:
     """Ask the kernel, on Linux, to kill this process when the thread that spawned it ends."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def return_free_memory() -> None:
+    """Collect garbage, and give the pages that malloc keeps back to the system, where it can (glibc).
+
+    Arrays of ever other sizes leave holes between what lives; without this the heap of a busy day
+    stays as large as its fullest moment.
+    """
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def main(arguments: Sequence[str] | None = None, *, build: Build | None = None) -> int:

@@ -335,3 +335,21 @@ def test_a_closed_outbox_wakes_its_reader_once_empty() -> None:
     reader.join(10)
 
     assert taken == [[]]
+
+
+def test_the_engine_comes_to_rest_once_after_each_burst_of_work() -> None:
+    rests: list[str] = []
+    engine = FakeEngine()
+    loop = EngineLoop(engine, lambda frame: None, lambda: rests.append("rest"))
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    try:
+        until(lambda: len(rests) == 1)
+        for number in (2, 3):
+            loop.post(Submit(request(f"burst {number}")))
+            until(lambda: engine.stats().steps_total > 0 and not engine.has_work())
+            until(lambda number=number: len(rests) == number)  # type: ignore[misc]
+    finally:
+        loop.post(Stop())
+        thread.join()
+    assert len(rests) == 3
