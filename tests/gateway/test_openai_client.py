@@ -26,7 +26,7 @@ class Served:
         self.gateway = FakeGateway()
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self.listener.getsockname()[1]
-        config = uvicorn.Config(self.gateway.app, log_level="error", lifespan="off")
+        config = uvicorn.Config(self.gateway.app, log_config=None, lifespan="off")
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(
             target=self._server.run, kwargs={"sockets": [self.listener]}, daemon=True
