@@ -41,11 +41,18 @@ def cpu_runner(model: LoadedModel, settings: EngineSettings) -> Runner:
     return backend.create_runner(model, SingleRank(), settings)
 
 
-@pytest.fixture(params=["numpy", "cpu"])
+ENGINES = (
+    "numpy gemma3_text",
+    *(f"cpu {name}" for name in ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")),
+)
+
+
+@pytest.fixture(params=ENGINES)
 def make(request: pytest.FixtureRequest, tiny_checkpoint: Callable[..., Path]) -> Make:
-    """Return `make(num_blocks, **settings)`: an engine over a tiny model with a sliding window."""
-    model = open_checkpoint(tiny_checkpoint("gemma3_text"))
-    new_runner = {"numpy": numpy_runner, "cpu": cpu_runner}[request.param]
+    """Return `make(num_blocks, **settings)`: an engine over a tiny model, some with sliding windows."""
+    operations, model_type = request.param.split()
+    model = open_checkpoint(tiny_checkpoint(model_type))
+    new_runner = {"numpy": numpy_runner, "cpu": cpu_runner}[operations]
 
     def make(num_blocks: int = 64, **settings: Any) -> EngineDriver:
         table: dict[str, Any] = {"max_model_len": 96, "max_num_sequences": 8, "block_size": 8}

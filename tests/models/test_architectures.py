@@ -95,6 +95,18 @@ def test_logits_equal_transformers_at_every_position(variant: str, tmp_path: Pat
         assert np.abs(chunked - expected).max() <= MAX_DIFFERENCE
 
 
+@pytest.mark.parametrize("model_type", TINY_ARCHITECTURES)
+def test_any_chunking_moves_a_logit_by_its_last_bits_only(model_type: str, tmp_path: Path) -> None:
+    """Without `deterministic`: within 1e-4 of the largest logit, whatever the chunks."""
+    model = open_checkpoint(write_tiny_checkpoint(tmp_path, model_type))
+    token_ids = tokens_of(model.architecture.vocab_size)
+    whole = ModelDriver(CpuOps(SETTINGS), model).logits(token_ids)
+    for chunk in (1, 3, 7, 16):
+        sizes = [chunk] * (len(token_ids) // chunk) + [len(token_ids) % chunk]
+        cut = ModelDriver(CpuOps(SETTINGS), model).logits(token_ids, [n for n in sizes if n])
+        assert np.abs(cut - whole).max() <= 1e-4 * np.abs(whole).max()
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_stored_halves_are_read_exactly(dtype: str, tmp_path: Path) -> None:
     folder = write_tiny_checkpoint(tmp_path, "gemma3_text", dtype=dtype)
