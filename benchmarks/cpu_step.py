@@ -1,6 +1,8 @@
 """Time one step of a model on the CPU backend, no engine around it: decodes at 1, 4, 16, 64 rows and prefill.
 
-python benchmarks/cpu_step.py MODEL [--dtype bfloat16] [--threads 2] [--profile ROWS]
+python benchmarks/cpu_step.py MODEL [--path both] [--busy 1] [--threads 2] [--profile ROWS]
+
+Both paths are timed in turn, case by case, so that what else the machine does touches them alike.
 """
 
 from __future__ import annotations
@@ -8,15 +10,16 @@ from __future__ import annotations
 import argparse
 import cProfile
 import pstats
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median
 
 from headrace.backends.batches import SequenceStep, forward_batch, sampling_batch
-from headrace.backends.cpu.backend import CpuBackend
-from headrace.clock import SystemClock
 from headrace.group import SingleRank
 from headrace.interfaces import LoadedModel, Runner
 from headrace.models.checkpoint import open_model
@@ -78,13 +81,64 @@ def prefill(num_tokens: int, done: int) -> ForwardBatch:
     )
 
 
+def make_runner(path: str, model: LoadedModel, settings: EngineSettings) -> Runner:
+    """Return a warm runner of one path, and say what it took."""
+    before, start = anonymous_mb(), time.perf_counter()
+    if path == "fast":
+        from headrace.backends.cpu.fast.runner import FastRunner
+
+        runner: Runner = FastRunner(model, SingleRank(), settings)
+    else:
+        from headrace.backends.cpu.ops import CpuOps
+        from headrace.backends.runner import OpsRunner
+
+        runner = OpsRunner(CpuOps(settings), model, SingleRank(), settings, schemes=CpuOps.schemes)
+    loaded = time.perf_counter() - start
+    grown, held = anonymous_mb() - before, runner.memory().weight_bytes / 2**20
+    runner.allocate(64 * 14 + 1)
+    start = time.perf_counter()
+    runner.warm_up(lambda fraction: None)
+    warm = time.perf_counter() - start
+    print(
+        f"{path}: load {loaded:.2f} s, anonymous memory +{grown:.0f} MB, weights {held:.0f} MB, "
+        f"warm up {warm:.2f} s"
+    )
+    return runner
+
+
+def cases() -> Iterator[tuple[str, list[ForwardBatch], int]]:
+    """Yield what to time: its name, its steps and how often."""
+    for temperature in (0.0, 1.0):
+        for rows in (1, 4, 16, 64):
+            yield f"decode {rows:3} rows, T {temperature}", [decode(rows, temperature)], 15
+    yield "decode   1 row, context 1,800", [decode(1, 0.0, 1800)], 15
+    for total, chunk in ((120, 120), (1000, 512), (1000, 128)):
+        sizes = [(min(chunk, total - at), at) for at in range(0, total, chunk)]
+        yield f"prefill {total} in chunks of {chunk}", [prefill(*size) for size in sizes], 5
+
+
+@contextmanager
+def neighbours(count: int) -> Iterator[None]:
+    """Other processes that each keep one core busy meanwhile."""
+    command = [sys.executable, "-c", "while True: pass"]
+    processes = [subprocess.Popen(command) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model", type=Path)
+    parser.add_argument("--path", choices=("fast", "reference", "both"), default="both")
+    parser.add_argument("--busy", type=int, default=0, help="neighbours that keep a core busy")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--deterministic", action="store_true")
-    parser.add_argument("--profile", type=int, default=0)
+    parser.add_argument("--profile", type=int, default=0, help="rows of the step to look into")
     arguments = parser.parse_args()
     settings = EngineSettings(
         dtype=arguments.dtype,
@@ -93,33 +147,35 @@ def main() -> None:
         deterministic=arguments.deterministic,
         max_model_len=2048,
     )
-    backend, model = CpuBackend.open(0, None, SystemClock()), load(arguments.model)
-    before, start = anonymous_mb(), time.perf_counter()
-    runner = backend.create_runner(model, SingleRank(), settings)
-    loaded = time.perf_counter() - start
-    print(f"load {loaded:.2f} s, anonymous memory +{anonymous_mb() - before:.0f} MB, ", end="")
-    print(f"weights {runner.memory().weight_bytes / 2**20:.0f} MB")
-    runner.allocate(64 * 14)
-    start = time.perf_counter()
-    runner.warm_up(lambda fraction: None)
-    print(f"warm up {time.perf_counter() - start:.2f} s")
+    model = load(arguments.model)
+    paths = ("reference", "fast") if arguments.path == "both" else (arguments.path,)
+    runners = {path: make_runner(path, model, settings) for path in paths}
     if arguments.profile:
-        profile(runner, decode(arguments.profile, 0.0))
+        for runner in runners.values():
+            profile(runner, decode(arguments.profile, 0.0))
         return
-    for temperature in (0.0, 1.0):
-        for rows in (1, 4, 16, 64):
-            batch = decode(rows, temperature)
-            middle, best = timed(partial(run, runner, [batch]), 15)
-            print(f"decode {rows:3} rows, T {temperature}: {middle:7.2f} ms (best {best:.2f})")
-    for total, chunk in ((120, 120), (1000, 512), (1000, 128)):
-        sizes = [(min(chunk, total - at), at) for at in range(0, total, chunk)]
-        batches = [prefill(size, at) for size, at in sizes]
-        middle, best = timed(partial(run, runner, batches), 5)
-        print(f"prefill {total} in chunks of {chunk}: {middle:.1f} ms (best {best:.1f})")
+    with neighbours(arguments.busy):
+        for name, batches, count in cases():
+            found = {path: timed(partial(run, r, batches), count) for path, r in runners.items()}
+            parts = [
+                f"{path} {mid:8.2f} ms (best {best:.2f})" for path, (mid, best) in found.items()
+            ]
+            if len(found) == 2:
+                parts.append(f"ratio {found['fast'][0] / found['reference'][0]:.2f}")
+            print(f"{name}: {', '.join(parts)}", flush=True)
+    for runner in runners.values():
+        runner.close()
 
 
 def profile(runner: Runner, batch: ForwardBatch) -> None:
-    run(runner, [batch])
+    """Print where a step's time goes: by operation on the fast path, by function on the other."""
+    run(runner, [batch] * 3)
+    by_operation = getattr(runner, "profile", None)
+    if by_operation is not None:
+        spent = min((by_operation(batch) for _ in range(20)), key=lambda parts: sum(parts.values()))
+        for name, milliseconds in sorted(spent.items(), key=lambda item: -item[1]):
+            print(f"{milliseconds:8.3f} ms  {name}")
+        return
     profiler = cProfile.Profile()
     profiler.enable()
     run(runner, [batch] * 20)

@@ -30,9 +30,8 @@ from __future__ import annotations
     NUM_ITEMS,
     SCRATCH,
     SCRATCH_BYTES,
-    STEP_KIND,
     PROFILE,
-) = range(25)
+) = range(24)
 NUM_PARAMETERS = 64
 
 # --- words that threads share, a cache line each ----------------------------------
@@ -76,4 +75,6 @@ TOKENS, SAMPLES = 0, 1
 
 EMBED, NORM, SILU, GELU, LINEAR, QUANTIZE, ROPE, ATTEND, TAKE, ADD, SOFT_CAP = range(11)
 """CODE."""
-NUM_CODES = 11
+CODE_NAMES = (
+    "embed", "norm", "silu", "gelu", "linear", "quantize", "rope", "attention", "take", "add", "soft_cap",
+)  # fmt: skip

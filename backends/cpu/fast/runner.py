@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from headrace.backends.cpu.fast import layout as at
+from headrace.backends.cpu.fast.arena import address
 from headrace.backends.cpu.fast.intrinsics import LANES
+from headrace.backends.cpu.fast.kernels_product import GROUP
 from headrace.backends.cpu.fast.kv_pool import FastKVPool, bytes_per_block
 from headrace.backends.cpu.fast.packing import SCHEMES, UnsupportedModel
 from headrace.backends.cpu.fast.pool import ThreadPool
@@ -112,7 +114,7 @@ class FastRunner:
         self._program = recorder.finish(logits)
         self._weight_bytes = recorder.weight_bytes
         self._step = StepMemory(self._program, settings.num_threads)
-        self._threads = ThreadPool(settings.num_threads, self._step.parameters)
+        self._threads: ThreadPool | None = None
 
     def kv_groups(self) -> Sequence[KVGroupSpec]:
         return self._groups
@@ -131,6 +133,7 @@ class FastRunner:
         self._pool = FastKVPool(self._groups, num_blocks, self._settings.block_size)
         self._num_blocks = num_blocks
         self._step.use_pool(self._pool)
+        self._threads = ThreadPool(self._settings.num_threads, self._step.parameters)
 
     def warm_up(self, report: Callable[[float], None]) -> None:
         assert self._num_blocks > 0, "allocate comes before warm_up"
@@ -149,11 +152,26 @@ class FastRunner:
 
     def execute(self, batch: ForwardBatch) -> FastStepHandle:
         assert not self._is_closed, "the runner is closed"
-        assert self._pool is not None, "allocate comes before execute"
+        assert self._threads is not None, "allocate comes before execute"
         self._step.describe(batch, self._sampler.drawn)
         self._threads.run()
         logits = (*self._step.logits(), self._vocab_size)
         return FastStepHandle(self._sampler, logits, batch.sampling)
+
+    def profile(self, batch: ForwardBatch) -> dict[str, float]:
+        """Run a step; return the milliseconds of core time per kind of operation, all threads together."""
+        operations = self._program.operations
+        spent = np.zeros((self._settings.num_threads, len(operations), 2), np.int64)
+        self._step.parameters[at.PROFILE] = address(spent)
+        self.execute(batch)
+        self._step.parameters[at.PROFILE] = 0
+        found = {"barrier": float(spent[..., 1].sum()) / 1e6}
+        for fields, nanoseconds in zip(operations, spent[..., 0].sum(axis=0), strict=True):
+            name = at.CODE_NAMES[fields[at.CODE]]
+            if fields[at.CODE] == at.LINEAR:
+                name += f" {fields[at.SIZE] * GROUP} x {fields[at.COUNT] * LANES}"
+            found[name] = found.get(name, 0.0) + float(nanoseconds) / 1e6
+        return found
 
     def last_logits(self) -> NDArray[np.float32]:
         """Return a copy of the last step's logits [R, vocab], before any filter."""
@@ -185,7 +203,8 @@ class FastRunner:
         if self._is_closed:
             return
         self._is_closed = True
-        self._threads.close()
+        if self._threads is not None:
+            self._threads.close()
         del self._program, self._step, self._pool
 
     def _kv(self) -> FastKVPool:

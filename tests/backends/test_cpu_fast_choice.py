@@ -1,0 +1,159 @@
+"""Which path serves a model: by settings, by the CPU, by the variable; and each level gives the same model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from headrace.backends.cpu.backend import CpuBackend
+from headrace.backends.cpu.fast import capability
+from headrace.backends.cpu.fast.capability import choose_level
+from headrace.backends.cpu.fast.runner import FastRunner, reason_against
+from headrace.backends.runner import OpsRunner
+from headrace.clock import SystemClock
+from headrace.errors import ConfigError
+from headrace.group import SingleRank
+from headrace.testing.model_driver import open_checkpoint
+from headrace.types import EngineSettings
+
+FAST = EngineSettings(max_model_len=256)
+ALL = dict.fromkeys(
+    ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni", "avx2", "fma"), True
+)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "missing", "level"),
+    [
+        ("", "", "avx512_vnni"),
+        ("amx", "", "avx512_vnni"),
+        ("", "avx512vnni", "avx2"),
+        ("avx512_vnni", "avx512vnni", "avx2"),
+        ("avx2", "", "avx2"),
+        ("avx2", "fma", "generic"),
+        ("generic", "", "generic"),
+        ("reference", "", "reference"),
+    ],
+)
+def test_the_best_level_that_the_cpu_has_and_the_user_allows(
+    wanted: str, missing: str, level: str
+) -> None:
+    assert choose_level(wanted, {name: name != missing for name in ALL}) == level
+
+
+def test_a_cpu_that_reports_nothing_is_generic() -> None:
+    assert choose_level("", {}) == "generic"
+
+
+def test_an_unknown_level_is_named_with_the_known() -> None:
+    with pytest.raises(ConfigError, match=r"HEADRACE_CPU_CAPABILITY is 'sse9'.*avx512_vnni.*unset"):
+        choose_level("sse9", ALL)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, ""),
+        ({"block_size": 32}, ""),
+        ({"dtype": "float16"}, ""),
+        ({"deterministic": True}, "deterministic"),
+        ({"dtype": "float32"}, "dtype float32"),
+        ({"kv_dtype": "float32"}, "dtype bfloat16 with kv_dtype float32"),
+        ({"block_size": 8}, "block_size 8"),
+    ],
+)
+def test_settings_it_cannot_serve_have_a_reason(changes: dict[str, Any], reason: str) -> None:
+    found = reason_against(msgspec.structs.replace(FAST, **changes), SingleRank())
+    assert found.startswith(reason) and bool(found) == bool(reason)
+
+
+@pytest.mark.parametrize(
+    ("level", "settings", "kind"),
+    [
+        (capability.level(), FAST, FastRunner),
+        (capability.level(), msgspec.structs.replace(FAST, deterministic=True), OpsRunner),
+    ],
+)
+def test_the_backend_chooses_once_per_model(
+    level: str,
+    settings: EngineSettings,
+    kind: type,
+    tiny_checkpoint: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(capability.VARIABLE, level)
+    backend = CpuBackend.open(0, None, SystemClock())
+    runner = backend.create_runner(open_checkpoint(tiny_checkpoint()), SingleRank(), settings)
+    assert isinstance(runner, kind)
+    runner.close()
+
+
+def test_a_model_that_does_not_fit_tiles_gets_the_reference_path(
+    tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(capability.VARIABLE, capability.level())
+    model = open_checkpoint(tiny_checkpoint(config={"intermediate_size": 80}))
+    backend = CpuBackend.open(0, None, SystemClock())
+    runner = backend.create_runner(model, SingleRank(), FAST)
+    assert isinstance(runner, OpsRunner)
+    runner.close()
+
+
+SCRIPT = """
+import json, pathlib, sys
+import numpy as np
+from headrace.backends.batches import SequenceStep, forward_batch
+from headrace.backends.cpu.backend import CpuBackend
+from headrace.backends.cpu.fast import capability
+from headrace.clock import SystemClock
+from headrace.group import SingleRank
+from headrace.testing.model_driver import open_checkpoint
+from headrace.types import EngineSettings
+
+backend = CpuBackend.open(0, None, SystemClock())
+model = open_checkpoint(pathlib.Path(sys.argv[1]))
+runner = backend.create_runner(model, SingleRank(), EngineSettings(max_model_len=256, num_threads=2))
+runner.allocate(4)
+tokens = list(range(40, 73))
+batch = forward_batch([SequenceStep(tokens, 0, [2, 0, 3], [0, 20, 32])], block_size=16)
+handle = runner.execute(batch)
+handle.sample()
+drawn = handle.result().token_ids.tolist()
+rows = runner.last_logits().tolist()
+print(json.dumps([type(runner).__name__, capability.level(), "torch" in sys.modules, rows, drawn]))
+runner.close()
+"""
+
+
+def run_at(level: str, model: Path) -> list[Any]:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(model)],
+        env={**os.environ, capability.VARIABLE: level},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found: list[Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_every_level_computes_the_same_model_without_torch(smollm2_gguf: Path) -> None:
+    """Real blocks of 4 and of 8 bits; levels differ in the order of no sum, only in instructions."""
+    best = capability.level()
+    levels = capability.LEVELS[capability.LEVELS.index(best) : -1]
+    _, _, _, expected, drawn = run_at(best, smollm2_gguf)
+    for level in levels:
+        kind, chosen, has_torch, rows, tokens = run_at(level, smollm2_gguf)
+        assert (kind, chosen, has_torch) == ("FastRunner", level, False)
+        np.testing.assert_allclose(rows, expected, atol=1e-3)
+        assert tokens == drawn
