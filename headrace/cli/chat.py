@@ -36,6 +36,9 @@ def chat(
         return
     loaded = load(config, model=model, settings=settings)
     from headrace.llm import LLM
+    from headrace.logs import configure_logging
+
+    configure_logging(loaded.config.logging.format, loaded.config.logging.level)  # not among the text
 
     with stage_progress() as report:
         llm = LLM.from_config(loaded.config, report=report)
