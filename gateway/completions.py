@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from headrace.errors import InvalidRequest
+from headrace.errors import InvalidRequest, shown
 from headrace.gateway.answer import ChoicePlace
 from headrace.gateway.call import (
     Call,
@@ -25,7 +25,7 @@ from headrace.gateway.sampling import (
 )
 from headrace.gateway.state import Limits
 from headrace.text.tokenizer import Tokenizer
-from headrace.types import TokenAlternative, TokenEvent, TokenLogprobs
+from headrace.types import TokenAlternative, TokenEvent
 
 MAX_LOGPROBS = 5
 
@@ -73,12 +73,14 @@ def _check_supported(body: CompletionBody) -> None:
     num_choices = 1 if body.n is None else body.n
     if body.best_of is not None and body.best_of != num_choices:
         raise InvalidRequest(
-            f"best_of ({body.best_of}) must equal n ({num_choices}): choices are not ranked",
+            f"best_of ({shown(body.best_of)}) must equal n ({shown(num_choices)}): choices are not "
+            "ranked",
             param="best_of",
         )
     if body.logprobs is not None and not 0 <= body.logprobs <= MAX_LOGPROBS:
         raise InvalidRequest(
-            f"logprobs must be between 0 and {MAX_LOGPROBS}, got {body.logprobs}", param="logprobs"
+            f"logprobs must be between 0 and {MAX_LOGPROBS}, got {shown(body.logprobs)}",
+            param="logprobs",
         )
 
 
@@ -119,13 +121,16 @@ class Echo:
 
     text: str
     first_token: TokenAlternative
+    hidden_ids: Collection[int]
+    """Tokens that the text does not show. What a caller wrote is shown as it was written."""
     offset_start: int
-    """0, or below it where the tokens spell more than the text (a tokenizer's own first space)."""
+    """0, or below it where the tokens spell more than the text: the tokenizer's own BOS or first space."""
 
     @classmethod
     def of(cls, prompt: str | list[int], token_ids: list[int], tokenizer: Tokenizer) -> Echo:
+        is_text = isinstance(prompt, str)
         text = prompt if isinstance(prompt, str) else tokenizer.decode(token_ids)
-        spelled = tokenizer.decode(token_ids, continuation=True)
+        spelled = tokenizer.decode(token_ids, skip_special=not is_text, continuation=True)
         first = token_ids[0]
         return cls(
             text=text,
@@ -135,6 +140,7 @@ class Echo:
                 text=tokenizer.token_text(first),
                 raw=tokenizer.token_bytes(first),
             ),
+            hidden_ids=frozenset() if is_text else tokenizer.special_ids,
             offset_start=min(0, len(text) - len(spelled)),
         )
 
@@ -156,8 +162,11 @@ class CompletionFormat:
         opens = place.index not in self._offsets
         echo = self.echoes[place.prompt_index] if self.echoes is not None and opens else None
         if opens:
-            start = echo.offset_start if echo is not None else 0
-            self._offsets[place.index] = TextOffsets(self.hidden_ids, start=start)
+            self._offsets[place.index] = (
+                TextOffsets(self.hidden_ids)
+                if echo is None
+                else TextOffsets(echo.hidden_ids, start=echo.offset_start)
+            )
         text = event.text if echo is None else echo.text + event.text
         logprobs = self._logprobs(place, event, echo)
         if not text and not (logprobs and logprobs["tokens"]):
@@ -185,12 +194,12 @@ class CompletionFormat:
     ) -> dict[str, Any] | None:
         if not self.with_logprobs:
             return None
-        entries: list[TokenLogprobs | None] = []
-        if echo is not None:
-            entries.extend(event.prompt_logprobs or ())
-        entries.extend(event.logprobs or ())
-        return completion_logprobs(
-            entries,
-            self._offsets[place.index],
-            first_prompt_token=None if echo is None else echo.first_token,
+        offsets = self._offsets[place.index]
+        if echo is None:
+            return completion_logprobs(event.logprobs or (), offsets)
+        prompt = completion_logprobs(
+            event.prompt_logprobs or (), offsets, first_prompt_token=echo.first_token
         )
+        offsets.start_text(self.hidden_ids)
+        output = completion_logprobs(event.logprobs or (), offsets)
+        return {name: values + output[name] for name, values in prompt.items()}

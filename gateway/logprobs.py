@@ -37,19 +37,44 @@ def _chat_token(token: TokenAlternative) -> dict[str, Any]:
 
 
 class TextOffsets:
-    """Where each token of a choice starts in its text, in characters."""
+    """Where each token of a text starts in it, in characters. Hidden (special) tokens have no width."""
 
-    def __init__(self, hidden_ids: Collection[int], *, start: int = 0) -> None:
+    def __init__(self, hidden_ids: Collection[int] = (), *, start: int = 0) -> None:
         self._hidden_ids = hidden_ids
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._length = start
 
     def next(self, token: TokenAlternative) -> int:
-        """Return the offset of `token` and move behind it. Hidden (special) tokens have no width."""
+        """Return the offset of `token` and move behind it.
+
+        A part of a character starts where the character does; a token behind bytes that never became
+        one starts behind the U+FFFD that stands for them.
+        """
+        if token.token_id in self._hidden_ids:
+            return max(self._length, 0)
+        pending, _ = self._decoder.getstate()
+        if pending and not _continues(pending, token.raw):
+            self._finish_text()
         offset = max(self._length, 0)
-        if token.token_id not in self._hidden_ids:
-            self._length += len(self._decoder.decode(token.raw))
+        self._length += len(self._decoder.decode(token.raw))
         return offset
+
+    def start_text(self, hidden_ids: Collection[int]) -> None:
+        """Go on behind what came so far with tokens of a text that was decoded by itself."""
+        self._finish_text()
+        self._hidden_ids = hidden_ids
+
+    def _finish_text(self) -> None:
+        self._length += len(self._decoder.decode(b"", final=True))
+
+
+def _continues(pending: bytes, raw: bytes) -> bool:
+    """Whether the bytes of an incomplete character can go on with the first of `raw`."""
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(pending + raw[:1])
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def completion_logprobs(

@@ -108,6 +108,34 @@ def test_echo_with_log_probabilities(client: TestClient) -> None:
         assert shape["top_logprobs"][1] == {" é": -0.5, "a": -1.5}
 
 
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_offsets_of_an_echo_with_special_tokens(
+    client: TestClient, engine: FakeClient, as_ids: bool
+) -> None:
+    """A prompt is echoed as it was written, special tokens too; one of token ids shows none."""
+    engine.script = lambda request, choice: engine.tokens_of(" world<|im_start|>!")
+    text = "A<|im_end|> é<|im_start|>"
+    prompt = engine.tokens_of(text) if as_ids else text
+    body: dict[str, Any] = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 3}
+    whole = post(client, **body)["choices"][0]
+    assert whole["text"] == ("A é world!" if as_ids else text + " world!")
+    shape = whole["logprobs"]
+    for token, start in zip(shape["tokens"], shape["text_offset"], strict=True):
+        is_hidden = token.startswith("<|") and (as_ids or start >= len(text))
+        assert is_hidden or whole["text"][start:].startswith(token)
+    assert streamed(client, **body)[0] == {"text": whole["text"], "logprobs": shape}
+
+
+def test_offsets_behind_bytes_that_are_no_character(client: TestClient, engine: FakeClient) -> None:
+    """Parts of a character in the prompt do not complete with the output: they are two texts."""
+    engine.script = lambda request, choice: [*b"\x9f\xe2b", *"é".encode()]
+    body: dict[str, Any] = {"prompt": list(b"a\xf0"), "echo": True, "logprobs": 0, "max_tokens": 5}
+    whole = post(client, **body)["choices"][0]
+    assert whole["text"] == "a\ufffd" + "\ufffd\ufffdbé"
+    assert whole["logprobs"]["text_offset"] == [0, 1, 2, 3, 4, 5, 5]
+    assert streamed(client, **body)[0]["logprobs"] == whole["logprobs"]
+
+
 def test_scoring_a_prompt(client: TestClient) -> None:
     body: dict[str, Any] = {"prompt": "hi you", "echo": True, "logprobs": 0, "max_tokens": 0}
     answer = post(client, **body)
