@@ -28,7 +28,7 @@ def create_app(state: GatewayState) -> Starlette:
     completions = GenerationEndpoint(
         state, "/v1/completions", COMPLETION_DECODER, build_completion_call
     )
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/completions", completions, methods=["POST"]),
@@ -43,6 +43,8 @@ def create_app(state: GatewayState) -> Starlette:
         middleware=[Middleware(RequestIdMiddleware), Middleware(ErrorMiddleware)],
         exception_handlers={HTTPException: _http_error},
     )
+    app.router.redirect_slashes = False  # it would send clients to whatever their Host header says
+    return app
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -53,6 +53,12 @@ def test_request_ids(client: TestClient, given: str | None, echoed: bool) -> Non
     [
         ("GET", "/nope", 404, "unknown_url"),
         ("POST", "/v1/embeddings", 404, "unknown_url"),
+        (
+            "POST",
+            "/v1/completions/",
+            404,
+            "unknown_url",
+        ),  # no redirect to what the Host header says
         ("GET", CHAT, 405, "method_not_allowed"),
         ("POST", "/health", 405, "method_not_allowed"),
     ],
