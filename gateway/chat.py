@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from headrace.errors import InvalidRequest
+from headrace.errors import InvalidRequest, shown
 from headrace.gateway.answer import ChoicePlace
 from headrace.gateway.call import Call, Caller, TargetModel, build_requests
 from headrace.gateway.json_body import check_depth
@@ -60,7 +60,7 @@ def _logprobs(body: ChatBody) -> int | None:
     wanted = body.top_logprobs
     if wanted is not None and not 0 <= wanted <= MAX_TOP_LOGPROBS:
         raise InvalidRequest(
-            f"top_logprobs must be between 0 and {MAX_TOP_LOGPROBS}, got {wanted}",
+            f"top_logprobs must be between 0 and {MAX_TOP_LOGPROBS}, got {shown(wanted)}",
             param="top_logprobs",
         )
     if not body.logprobs:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headrace.errors import InvalidRequest, ModelNotFound, Unavailable, did_you_mean
+from headrace.errors import InvalidRequest, ModelNotFound, Unavailable, did_you_mean, shown
 from headrace.gateway.ledger import Ledger
 from headrace.gateway.replica import Replica
 from headrace.interfaces import RoutingPolicy
@@ -64,7 +64,7 @@ class Router:
         group = self._groups.get(model)
         if group is None:
             raise ModelNotFound(
-                f"the model '{model}' does not exist. {did_you_mean(model, self._groups)}",
+                f"the model '{shown(model)}' does not exist. {did_you_mean(model, self._groups)}",
                 param="model",
             )
         return group

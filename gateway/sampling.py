@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.errors import ContextLengthExceeded, InvalidRequest
+from headrace.errors import ContextLengthExceeded, InvalidRequest, shown
 from headrace.gateway.openai_schema import GenerationBody
 from headrace.types import ModelCard, SamplingParams
 
@@ -87,7 +87,7 @@ def _logit_bias(given: dict[str, Any] | None) -> dict[int, float]:
         if not -100 <= value <= 100:
             raise InvalidRequest(
                 f"logit_bias: the bias of token {key[:60]} must be between -100 and 100, "
-                f"got {value:g}",
+                f"got {shown(value)}",
                 param="logit_bias",
             )
         biases[int(key)] = float(value)
@@ -118,7 +118,8 @@ def check_common(body: GenerationBody) -> None:
         )
     if body.priority is not None and not -MAX_PRIORITY <= body.priority <= MAX_PRIORITY:
         raise InvalidRequest(
-            f"priority must be between {-MAX_PRIORITY} and {MAX_PRIORITY}, got {body.priority}",
+            f"priority must be between {-MAX_PRIORITY} and {MAX_PRIORITY}, got "
+            f"{shown(body.priority)}",
             param="priority",
         )
     if body.slo is not None:
@@ -167,10 +168,10 @@ def resolve_max_tokens(rule: TokenRule, *, num_prompt_tokens: int, card: ModelCa
         return room if rule.default is None else min(rule.default, room)
     if asked < 0 or (asked == 0 and not rule.allows_none):
         hint = "" if asked else "; 0 is allowed only on completions with echo and logprobs"
-        raise InvalidRequest(f"{param} must be at least 1, got {asked}{hint}", param=param)
+        raise InvalidRequest(f"{param} must be at least 1, got {shown(asked)}{hint}", param=param)
     if asked > room:
         raise ContextLengthExceeded(
-            f"{param} asks for {asked} tokens after a prompt of {num_prompt_tokens}, but model "
+            f"{param} asks for {shown(asked)} tokens after a prompt of {num_prompt_tokens}, but model "
             f"'{card.name}' has a context of {context}: ask for at most {room}, or leave {param} out",
             param=param,
         )

@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from headrace.errors import InvalidRequest
+from headrace.errors import InvalidRequest, shown
 from headrace.gateway.call import TargetModel
 from headrace.gateway.chat import chat_token_ids
 from headrace.gateway.dispatch import find_target
@@ -85,8 +85,8 @@ def detokenize(body: DetokenizeBody, target: TargetModel) -> dict[str, Any]:
     for token_id in body.tokens:
         if not 0 <= token_id < vocab_size:
             raise InvalidRequest(
-                f"tokens: token id {token_id} is outside the vocabulary of {vocab_size} tokens "
-                f"(0 to {vocab_size - 1})",
+                f"tokens: token id {shown(token_id)} is outside the vocabulary of {vocab_size} "
+                f"tokens (0 to {vocab_size - 1})",
                 param="tokens",
             )
     return {"prompt": target.text.tokenizer.decode(body.tokens, skip_special=False)}

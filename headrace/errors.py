@@ -25,6 +25,8 @@ from typing import ClassVar
 
 import msgspec
 
+_SHOWN_CHARACTERS = 60
+
 
 class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A request error as data: what travels in frames and becomes a JSON body or an SSE event."""
@@ -126,9 +128,15 @@ class RemoteError(RequestError):
         return self._info
 
 
+def shown(value: float | str) -> str:
+    """Return a value as messages show it: short, however long a caller made it."""
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
+
+
 def did_you_mean(value: str, known: Iterable[str]) -> str:
     """Return "Did you mean 'x'? Known: a, b, x" (the first sentence only where something is near)."""
     names = sorted(known)
-    near = difflib.get_close_matches(value, names, n=1)
+    near = difflib.get_close_matches(shown(value), names, n=1)
     hint = f"Did you mean '{near[0]}'? " if near else ""
     return f"{hint}Known: {', '.join(names) or 'none'}"

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.errors import InvalidRequest
+from headrace.errors import InvalidRequest, shown
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
@@ -59,11 +59,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 def _bounded(name: str, value: float, low: float, high: float) -> None:
-    if not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         raise InvalidRequest(f"{name} must be a finite number, got {value}", param=name)
     if not low <= value <= high:
         raise InvalidRequest(
-            f"{name} must be between {low:g} and {high:g}, got {value:g}", param=name
+            f"{name} must be between {low:g} and {high:g}, got {shown(value)}", param=name
         )
 
 
@@ -81,19 +81,21 @@ def _check_numbers(p: SamplingParams) -> None:
     for token_id, bias in p.logit_bias.items():
         _bounded("logit_bias", bias, -100, 100)
         if token_id < 0:
-            raise InvalidRequest(f"logit_bias: token id {token_id} is negative", param="logit_bias")
+            raise InvalidRequest(
+                f"logit_bias: token id {shown(token_id)} is negative", param="logit_bias"
+            )
 
 
 def _check_counts(p: SamplingParams) -> None:
     if p.top_k < -1:
         raise InvalidRequest(
-            f"top_k must be -1 or 0 (off) or at least 1, got {p.top_k}", param="top_k"
+            f"top_k must be -1 or 0 (off) or at least 1, got {shown(p.top_k)}", param="top_k"
         )
     _bounded("n", p.n, 1, MAX_CHOICES)
     if p.max_tokens is not None:
         if p.max_tokens < 0:
             raise InvalidRequest(
-                f"max_tokens must be at least 1, got {p.max_tokens}", param="max_tokens"
+                f"max_tokens must be at least 1, got {shown(p.max_tokens)}", param="max_tokens"
             )
         if p.max_tokens == 0 and p.prompt_logprobs is None:
             raise InvalidRequest(
@@ -102,12 +104,13 @@ def _check_counts(p: SamplingParams) -> None:
             )
         if p.min_tokens > p.max_tokens:
             raise InvalidRequest(
-                f"min_tokens ({p.min_tokens}) must be at most max_tokens ({p.max_tokens})",
+                f"min_tokens ({shown(p.min_tokens)}) must be at most max_tokens "
+                f"({shown(p.max_tokens)})",
                 param="min_tokens",
             )
     if p.min_tokens < 0:
         raise InvalidRequest(
-            f"min_tokens must be at least 0, got {p.min_tokens}", param="min_tokens"
+            f"min_tokens must be at least 0, got {shown(p.min_tokens)}", param="min_tokens"
         )
     for name in ("logprobs", "prompt_logprobs"):
         value = getattr(p, name)
@@ -115,7 +118,7 @@ def _check_counts(p: SamplingParams) -> None:
             _bounded(name, value, 0, MAX_TOP_LOGPROBS)
     if p.seed is not None:
         if not -(2**63) <= p.seed < 2**64:
-            raise InvalidRequest(f"seed must fit 64 bits, got {p.seed}", param="seed")
+            raise InvalidRequest(f"seed must fit 64 bits, got {shown(p.seed)}", param="seed")
 
 
 def _check_stops(p: SamplingParams) -> None:
@@ -128,7 +131,7 @@ def _check_stops(p: SamplingParams) -> None:
     for token_id in p.stop_token_ids:
         if token_id < 0:
             raise InvalidRequest(
-                f"stop_token_ids: token id {token_id} is negative", param="stop_token_ids"
+                f"stop_token_ids: token id {shown(token_id)} is negative", param="stop_token_ids"
             )
 
 
@@ -174,7 +177,7 @@ def check_token_ids(request: GenerationRequest, vocab_size: int) -> None:
         for token_id in ids:
             if not 0 <= token_id < vocab_size:
                 raise InvalidRequest(
-                    f"{param}: token id {token_id} is outside the vocabulary of {vocab_size} "
-                    f"tokens (0 to {vocab_size - 1})",
+                    f"{param}: token id {shown(token_id)} is outside the vocabulary of "
+                    f"{vocab_size} tokens (0 to {vocab_size - 1})",
                     param=param,
                 )

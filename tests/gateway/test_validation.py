@@ -192,6 +192,42 @@ def test_refused_on_completions(client: TestClient, fields: dict[str, Any], para
     refused(client, COMPLETIONS, json.dumps({**BASE[COMPLETIONS], **fields}), param)
 
 
+HUGE = "9" * 4000
+WHOLE_NUMBERS = ("max_tokens", "n", "top_k", "seed", "min_tokens", "priority")
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, sign + HUGE) for name in WHOLE_NUMBERS for sign in ("", "-")),
+        ("stop_token_ids", f"[{HUGE}]"),
+        ("stop_token_ids", f"[-{HUGE}]"),
+        ("logit_bias", f'{{"5": {HUGE}}}'),
+        ("logit_bias", f'{{"5": -{HUGE}}}'),
+    ],
+)
+def test_numbers_of_any_size(client: TestClient, path: str, name: str, value: str) -> None:
+    """Larger than a float can be, too: the check itself must not fail, nor the message be as long."""
+    if (name, value) == ("top_k", HUGE):
+        assert client.post(path, content=with_field(path, name, value)).status_code == 200
+        return
+    error = refused(client, path, with_field(path, name, value), name)
+    assert len(error["message"]) < 300
+
+
+@pytest.mark.parametrize("name", ["logprobs", "best_of", "prompt"])
+def test_numbers_of_any_size_on_completions(client: TestClient, name: str) -> None:
+    raw = f'{{"prompt": [1], "{name}": {f"[{HUGE}]" if name == "prompt" else HUGE}}}'
+    assert len(refused(client, COMPLETIONS, raw, name)["message"]) < 300
+
+
+def test_a_model_name_of_any_size(client: TestClient) -> None:
+    response = client.post(CHAT, json={**BASE[CHAT], "model": "tiny" * 1_000_000})
+    assert response.status_code == 404
+    assert len(response.json()["error"]["message"]) < 300
+
+
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize(
     "raw",
