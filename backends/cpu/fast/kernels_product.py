@@ -4,8 +4,9 @@ A weight is tiles of 16 outputs x 32 inputs, those of the same outputs one after
 inputs. Lane i of a vector is output i; a 32-bit lane of codes holds 4 consecutive inputs, so one
 broadcast of 4 activation bytes meets 16 outputs. Rows are taken 8 at a time: codes are unpacked once.
 
-Activations are int8 per group of 32 with a record of 16 bytes: scale f32, scale * sum f32, and the
-sums of the first and the last 16 codes i32. The versions tried are in docs/performance.md.
+Activations are whole numbers of 15 bits and a scale per group of 32, kept as two int8 (256 * high + low),
+since 8 bits alone cost one best token in forty. After the codes of a row come its records of 16 bytes:
+scale f32, scale * sum f32, the sums of the first and the last 16 i32. docs/performance.md has what was tried.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ PLAIN = 4
 
 TILE_BYTES = (320, 544, 576, 576, 1024)
 GROUP = 32
+CODE_BYTES = 64
+"""Of a group of activations: 32 high bytes, then 32 low ones."""
 RECORD_BYTES = 16
 ROWS_AT_ONCE = (8, 4, 2, 1)
 PREFETCH_TILES = 8
@@ -55,13 +58,17 @@ def _half_sums(e: Any, codes: list[Any], x: Any, *, is_signed: bool, record: Any
     """Return the integer products of inputs 0 .. 15 and 16 .. 31, as two vectors."""
     sums = []
     for half in range(2):
-        total = e.fill(0, INTS)
+        parts = []
+        for low in range(2):
+            part = e.fill(0, INTS)
+            for quad in range(4 * half, 4 * half + 4):
+                value = e.broadcast(e.load(x, I32, GROUP * low + 4 * quad))
+                part = e.dot(part, codes[quad], value, is_signed=is_signed)
+            parts.append(part)
+        total = e.builder.add(e.builder.shl(parts[0], e.fill(8, INTS)), parts[1])
         if is_signed and DOT_SHIFTS_SIGNED:
             excess = e.broadcast(e.load(record, I32, 8 + 4 * half))
-            total = e.builder.mul(excess, e.fill(-128, INTS))
-        for quad in range(4 * half, 4 * half + 4):
-            value = e.broadcast(e.load(x, I32, 4 * quad))
-            total = e.dot(total, codes[quad], value, is_signed=is_signed)
+            total = e.builder.sub(total, e.builder.shl(excess, e.fill(7, INTS)))
         sums.append(total)
     return sums
 
@@ -112,7 +119,7 @@ def _rows(e: Any, form: int, num_rows: int, at: dict[str, Any]) -> None:
     totals = [e.variable(start) for _ in range(num_rows)]
     for total in totals:
         e.set(total, e.get(slot))
-    x_bytes = 4 * GROUP if form == PLAIN else GROUP
+    x_bytes = 4 * GROUP if form == PLAIN else CODE_BYTES
     with e.loop(at["groups"]) as loop:
         tile = e.add(at["tiles"], e.times(loop.index, TILE_BYTES[form]))
         for line in range(0, TILE_BYTES[form], 64):
@@ -122,7 +129,7 @@ def _rows(e: Any, form: int, num_rows: int, at: dict[str, Any]) -> None:
         if form == PLAIN:
             _add_plain(e, tile, x, totals)
         else:
-            record = e.add(at["x"], e.times(at["groups"], GROUP))
+            record = e.add(at["x"], e.times(at["groups"], CODE_BYTES))
             record = e.add(record, e.times(loop.index, RECORD_BYTES))
             records = [e.add(record, offset) for offset in offsets]
             _add_coded(e, form, tile, x, records, totals)

@@ -28,6 +28,7 @@ from headrace.backends.cpu.fast.intrinsics import (
 from headrace.backends.cpu.fast.kernels_product import (
     BYTES_IN_HALVES,
     BYTES_SIGNED,
+    CODE_BYTES,
     GROUP,
     NIBBLES,
     PLAIN,
@@ -37,6 +38,8 @@ from headrace.backends.cpu.kernels_rows import bf16_of, floats, halves
 from headrace.backends.cpu.kernels_vector import as_pointer
 
 _ROW = 4 * LANES
+_HIGHEST = 127 * 256.0
+"""The largest code: its high byte must fit int8."""
 _SQRT_2_OVER_PI = 0.7978845608028654
 
 
@@ -119,36 +122,35 @@ def gelu_row(e: Any, gate: Any, up: Any, out: Any, size: Any) -> None:
 
 @routine()
 def quantize_row(e: Any, x: Any, groups: Any, out: Any) -> None:
-    """Write `groups` x 32 codes, then `groups` records, at `out` (see kernels_product)."""
+    """Write the codes of `groups` x 32 numbers, then `groups` records, at `out` (see kernels_product)."""
     builder = e.builder
     magnitude_bits = e.fill(0x7FFFFFFF, INTS)
-    records = e.add(out, e.times(groups, GROUP))
+    records = e.add(out, e.times(groups, CODE_BYTES))
     with e.loop(groups) as loop:
         place = e.add(x, e.times(loop.index, 2 * _ROW))
         values = [e.load(place), e.load(place, FLOATS, _ROW)]
         bits = [builder.and_(builder.bitcast(v, INTS), magnitude_bits) for v in values]
         is_less = builder.icmp_signed("<", bits[0], bits[1])
         most = builder.bitcast(e.max_int_lanes(builder.select(is_less, bits[1], bits[0])), F32)
-        tiny = ir_float(1e-30)
+        tiny = F32(1e-30)
         most = builder.select(builder.fcmp_ordered("<", most, tiny), tiny, most)
-        scale = builder.fmul(most, ir_float(1 / 127))
-        inverse = e.broadcast(builder.fdiv(ir_float(127.0), most))
-        codes = [builder.fptosi(e.round(builder.fmul(value, inverse)), INTS) for value in values]
-        target = e.add(out, e.times(loop.index, GROUP))
-        e.store(builder.trunc(codes[0], BYTES), target)
-        e.store(builder.trunc(codes[1], BYTES), target, LANES)
-        sums = [e.sum_int_lanes(code) for code in codes]
+        inverse = e.broadcast(builder.fdiv(F32(_HIGHEST), most))
+        scale = builder.fmul(most, F32(1 / _HIGHEST))
+        target = e.add(out, e.times(loop.index, CODE_BYTES))
+        sums = []
+        for half, value in enumerate(values):
+            code = builder.fptosi(e.round(builder.fmul(value, inverse)), INTS)
+            high = builder.ashr(builder.add(code, e.fill(128, INTS)), e.fill(8, INTS))
+            low = builder.sub(code, builder.shl(high, e.fill(8, INTS)))
+            e.store(builder.trunc(high, BYTES), target, LANES * half)
+            e.store(builder.trunc(low, BYTES), target, GROUP + LANES * half)
+            sums.append(e.sum_int_lanes(code))
         whole = builder.sitofp(builder.add(*sums), F32)
         record = e.add(records, e.times(loop.index, RECORD_BYTES))
         e.store(scale, record)
         e.store(builder.fmul(scale, whole), record, 4)
         e.store(sums[0], record, 8)
         e.store(sums[1], record, 12)
-
-
-def ir_float(value: float) -> Any:
-    """A scalar f32 constant."""
-    return F32(value)
 
 
 @routine("float")

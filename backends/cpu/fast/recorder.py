@@ -1,8 +1,8 @@
 """Records an architecture's forward as a program: the Ops that compute nothing and write down what to do.
 
 A forward is a straight line, so one call says it all. Results are values with a lifetime; once the end
-is known, they share a few buffers. A row that only products read is written as int8 alone, by the
-operation that makes it.
+is known, they share a few buffers. A row that only products read is written as codes alone, by
+the operation that makes it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,12 @@ import numpy as np
 from headrace.backends.cpu.fast import layout as at
 from headrace.backends.cpu.fast.arena import Arena, address
 from headrace.backends.cpu.fast.intrinsics import LANES
-from headrace.backends.cpu.fast.kernels_product import GROUP, PLAIN, RECORD_BYTES
+from headrace.backends.cpu.fast.kernels_product import (
+    CODE_BYTES,
+    GROUP,
+    PLAIN,
+    RECORD_BYTES,
+)
 from headrace.backends.cpu.fast.packing import HeldWeight, Packer, UnsupportedModel, round_up
 from headrace.interfaces import AttentionSpec
 from headrace.types import KVGroupSpec, WeightPart
@@ -25,7 +30,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 QUANTIZING = frozenset({at.NORM, at.SILU, at.GELU, at.TAKE})
-"""Operations that can write their result as int8 too, or alone."""
+"""Operations that can write their result as codes too, or alone."""
 
 
 @dataclass(slots=True)
@@ -284,10 +289,10 @@ class Recorder:
         self._instructions.append(Instruction(fields))
 
     def _as_codes(self, x: Activation) -> Activation:
-        """Return x as int8: by the operation that makes it where that can, or by one of its own."""
+        """Return x as codes: by the operation that makes it where that can, or by one of its own."""
         known = self._quantized.get(x)
         groups = x.width // GROUP
-        stride = groups * (GROUP + RECORD_BYTES)
+        stride = groups * (CODE_BYTES + RECORD_BYTES)
         if known is not None:
             return Activation(known, 0, x.width)
         value = self._values[x.value]
