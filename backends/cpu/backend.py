@@ -86,8 +86,6 @@ def _reason_against_fast_path(settings: EngineSettings, group: Group) -> str:
     """Return why the reference path must serve; "" where the fast one can."""
     from headrace.backends.cpu.fast import capability
 
-    if not os.environ.get(capability.VARIABLE):
-        return "not the default yet"
     if capability.level() == capability.REFERENCE:
         return f"{capability.VARIABLE} is {capability.REFERENCE}"
     from headrace.backends.cpu.fast.runner import reason_against

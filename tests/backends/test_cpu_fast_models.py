@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -138,7 +138,7 @@ def test_a_token_may_come_from_the_step_before(make: Make) -> None:
 
 def test_draws_scores_and_log_probabilities(make: Make) -> None:
     runner = make()
-    columns = {
+    columns: dict[str, Sequence[float]] = {
         "temperature": [0.0, 30.0, 30.0, 0.0],
         "seeds": [0.0, 3, 3, 0],
         "num_logprobs": [3, -1, -1, 0],
@@ -184,7 +184,7 @@ def test_closing_twice_is_closing_once(make: Make) -> None:
 class Policy:
     """A quantization policy that wants every matrix in int4."""
 
-    name = "wants"
+    name: ClassVar[str] = "wants"
 
     def scheme_for(self, tensor_name: str, shape: tuple[int, ...], stored_as: str) -> str | None:
         return "int4"

@@ -178,8 +178,8 @@ class FastRunner:
         where, stride = self._step.logits()
         num_rows = int(self._step.parameters[at.NUM_SAMPLES])
         memory = (ctypes.c_float * (num_rows * stride // 4)).from_address(where)
-        rows = np.frombuffer(memory, np.float32).reshape(num_rows, stride // 4)
-        return rows[:, : self._vocab_size].copy()
+        rows = np.ctypeslib.as_array(memory).reshape(num_rows, stride // 4)
+        return np.array(rows[:, : self._vocab_size], np.float32)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         self._kv().copy_blocks(pairs)
