@@ -230,7 +230,7 @@ async def _accept(
                 last = "\n".join(output.tail)
                 raise EngineFailed(
                     f"the engine process {describe_exit(code)} before it could start"
-                    + (f"; its last output:\n{last}" if last else "")
+                    + (f"\nits last output:\n{last}" if last else "")
                 )
             if loop.time() > deadline:
                 raise EngineFailed(

@@ -338,7 +338,7 @@ class ProcessEngine(StreamingClient):
         if stated is not None:
             return _Life(stated, refused=True, ready_seconds=ready_seconds)
         last = child.last_lines()
-        reason = f"{name} {how}" + (f"; its last output:\n{last}" if last else "")
+        reason = f"{name} {how}" + (f"\nits last output:\n{last}" if last else "")
         return _Life(reason, ready_seconds=ready_seconds)
 
     def _print(self, line: str) -> None:

@@ -74,7 +74,10 @@ def _furthest(status: dict[str, Any]) -> tuple[int, float]:
 
 
 def replica_status(replica: Replica) -> dict[str, Any]:
-    """Return {state, stage, progress[, reason]} of one replica."""
+    """Return {state, stage, progress[, reason]} of one replica.
+
+    Of a reason the first line: what an engine printed before it died is for the log, not for callers.
+    """
     client = replica.client
     if client.state == "ready":
         return {"state": "ready", "stage": "ready", "progress": 1.0}
@@ -85,5 +88,5 @@ def replica_status(replica: Replica) -> dict[str, Any]:
         "progress": round(progress.fraction, 4),
     }
     if client.failure:
-        status["reason"] = client.failure
+        status["reason"] = client.failure.partition("\n")[0]
     return status

@@ -58,6 +58,17 @@ def test_an_engine_that_died(client: TestClient, engine: FakeClient) -> None:
     assert client.get("/health").status_code == 200
 
 
+@pytest.mark.parametrize("path", ["/ready", "/v1/models"])
+def test_the_last_words_of_an_engine_are_not_for_callers(
+    client: TestClient, engine: FakeClient, path: str
+) -> None:
+    engine.fail("the engine process exited with code 7\nits last output:\n/home/me: a secret")
+    response = client.get(path)
+    assert response.status_code == 503
+    assert "exited with code 7" in response.text
+    assert "output" not in response.text and "secret" not in response.text
+
+
 def test_the_reason_of_a_failed_start_is_told(client: TestClient, engine: FakeClient) -> None:
     engine.fail("model.gguf is an HTML page")
     status = client.get("/ready").json()["models"]["tiny"]
