@@ -267,4 +267,4 @@ class StreamingClient:
 
     def _stop_streams(self) -> None:
         self._set_state("stopped")
-        self._streams.fail_all(lambda: EngineFailed("the server is stopping"))
+        self._streams.fail_all(lambda: Unavailable("the server is stopping"))

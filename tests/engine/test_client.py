@@ -191,7 +191,7 @@ def test_closing_ends_running_streams_with_an_error_and_is_quick(make: MakeClien
             began = time.monotonic()
             await client.close()
             assert time.monotonic() - began < 2
-            with pytest.raises(EngineFailed, match="stopping"):
+            with pytest.raises(Unavailable, match="stopping"):
                 await task
 
     run_bounded(main())
