@@ -1,20 +1,23 @@
-"""Tells observers of finished requests without letting them hold up the event loop.
+"""Tells observers what happened without letting them hold up the event loop or the end.
 
 Observers are other people's code and may block, so one thread calls them in order; a queue that
-grows past its bound loses facts, which is logged and counted, rather than memory.
+grows past its bound loses facts, which is logged and counted, rather than memory. The thread is a
+daemon: at the end it has a moment for what is queued, and one that blocks keeps nobody from leaving.
 """
 
 from __future__ import annotations
 
+import functools
+import queue
 import threading
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import structlog
 
 from headrace.types import RequestSummary
 
+_CLOSE_SECONDS = 0.5
 _logger = structlog.get_logger(__name__)
 
 
@@ -34,13 +37,17 @@ class Observers:
         self._max_pending = max_pending
         self._pending = 0
         self._lock = threading.Lock()
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="headrace-observers")
+        self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
         self.num_dropped = 0
 
     def request_finished(self, summary: RequestSummary) -> None:
         """Queue one fact; never raises and never waits."""
-        if not self._observers:
-            return
+        if self._observers:
+            self.submit(functools.partial(self._tell_finished, summary))
+
+    def submit(self, tell: Callable[[], object]) -> None:
+        """Queue one call of other people's code; never raises and never waits."""
         with self._lock:
             if self._pending >= self._max_pending:
                 self.num_dropped += 1
@@ -48,21 +55,35 @@ class Observers:
             else:
                 self._pending += 1
                 dropped = 0
+                if self._thread is None:
+                    self._thread = threading.Thread(
+                        target=self._run, name="headrace-observers", daemon=True
+                    )
+                    self._thread.start()
         if dropped:
-            _logger.warning("observers are too slow: a finished request was dropped", total=dropped)
+            _logger.warning("observers are too slow: a fact was dropped", total=dropped)
             return
-        self._executor.submit(self._tell, summary)
+        self._queue.put(tell)
 
-    def _tell(self, summary: RequestSummary) -> None:
-        try:
-            for observer in self._observers:
-                observer(summary=summary)
-        except Exception as error:
-            _logger.warning("observer failed", hook="headrace_request_finished", error=repr(error))
-        finally:
-            with self._lock:
-                self._pending -= 1
+    def close(self, timeout_seconds: float = _CLOSE_SECONDS) -> None:
+        """Wait until every queued fact was told, but no longer than the timeout."""
+        if self._thread is None:
+            return
+        self._queue.put(None)
+        self._thread.join(timeout_seconds)
+        if self._thread.is_alive():
+            _logger.warning("observers are too slow: the end did not wait", untold=self._pending)
 
-    def close(self) -> None:
-        """Wait until every queued fact was told."""
-        self._executor.shutdown(wait=True)
+    def _run(self) -> None:
+        while (tell := self._queue.get()) is not None:
+            try:
+                tell()
+            except (Exception, SystemExit) as error:
+                _logger.warning("observer failed", error=repr(error))
+            finally:
+                with self._lock:
+                    self._pending -= 1
+
+    def _tell_finished(self, summary: RequestSummary) -> None:
+        for observer in self._observers:
+            observer(summary=summary)

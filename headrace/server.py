@@ -179,7 +179,9 @@ class Gateway:
             self._exit_code = 1
             self._http.should_exit = True
             return
-        notify(self._manager, "headrace_server_started", info=self._info)
+        self._observers.submit(
+            functools.partial(notify, self._manager, "headrace_server_started", info=self._info)
+        )
         self._announce()
 
     async def _stop_engines(self) -> None:

@@ -55,7 +55,7 @@ def notify(manager: pluggy.PluginManager, hook: str, **facts: Any) -> None:
     for implementation in getattr(manager.hook, hook).get_hookimpls():
         try:
             implementation.function(*[facts[name] for name in implementation.argnames])
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             structlog.get_logger(__name__).warning(
                 "plugin_hook_failed",
                 plugin=implementation.plugin_name,

@@ -165,7 +165,7 @@ class Registries:
         built = build_options(cls, options, base_dir)
         try:
             return cls() if built is None else cls(built)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise PluginError(
                 f"{LABELS[kind]} '{use}' cannot be built: {type(error).__name__}: {error}"
             ) from error
@@ -177,7 +177,7 @@ def _registered(
     hook = f"headrace_register_{kind}"
     try:
         answer = implementation.function()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PluginError(
             f"plugin {origin}: {hook} failed: {type(error).__name__}: {error}. "
             f"Mend it, or block it with `plugins.blocked: [{origin}]`"

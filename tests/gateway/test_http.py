@@ -205,7 +205,7 @@ class TestObservers:
             observers.request_finished(self.SUMMARY)
         assert observers.num_dropped == 3
         release.set()
-        observers.close()
+        observers.close(timeout_seconds=10)
         assert len(threads) == 2
         assert threading.main_thread().name not in threads
 
@@ -220,9 +220,36 @@ class TestObservers:
         with structlog.testing.capture_logs() as logs:
             for _ in range(2):
                 observers.request_finished(self.SUMMARY)
-            observers.close()
+            observers.close(timeout_seconds=10)
         assert calls == ["r", "r"]
         assert [entry["event"] for entry in logs] == ["observer failed"] * 2
+
+    def test_one_that_never_returns_keeps_nobody_from_leaving(self) -> None:
+        release = threading.Event()
+        observers = Observers([lambda *, summary: release.wait(60)])
+        observers.request_finished(self.SUMMARY)
+        with structlog.testing.capture_logs() as logs:
+            observers.close(timeout_seconds=0.01)
+        assert [entry.get("untold") for entry in logs] == [1]
+        blocked = [t for t in threading.enumerate() if t.name == "headrace-observers"]
+        assert blocked and all(thread.daemon for thread in blocked)
+        release.set()
+        for thread in blocked:
+            thread.join(10)
+
+    def test_one_that_exits_ends_only_its_own_call(self) -> None:
+        calls: list[str] = []
+
+        def exits(*, summary: RequestSummary) -> None:
+            calls.append(summary.request_id)
+            raise SystemExit(3)
+
+        observers = Observers([exits])
+        with structlog.testing.capture_logs():
+            for _ in range(2):
+                observers.request_finished(self.SUMMARY)
+            observers.close(timeout_seconds=10)
+        assert calls == ["r", "r"]
 
 
 def test_liveness_beside_heavy_text_work() -> None:

@@ -146,12 +146,13 @@ def test_two_plugins_of_one_name_are_refused() -> None:
         create_plugin_manager(discover=False, plugins=[module_with("p"), module_with("p")])
 
 
-def test_an_observer_that_raises_keeps_no_other_from_being_told() -> None:
+@pytest.mark.parametrize("failure", [RuntimeError("disk full"), SystemExit("disk full")])
+def test_an_observer_that_raises_keeps_no_other_from_being_told(failure: BaseException) -> None:
     told = []
 
     @headrace.hookimpl
     def bad(info: ServerInfo) -> None:
-        raise RuntimeError("disk full")
+        raise failure
 
     @headrace.hookimpl
     def good(info: ServerInfo) -> None:
@@ -168,7 +169,9 @@ def test_an_observer_that_raises_keeps_no_other_from_being_told() -> None:
     with structlog.testing.capture_logs() as logs:
         notify(manager, "headrace_server_started", info=ServerInfo(host="h", port=7, models=()))
     assert told == [7, 7]
-    assert [(log["plugin"], log["error"]) for log in logs] == [("two", "RuntimeError: disk full")]
+    assert [(log["plugin"], log["error"]) for log in logs] == [
+        ("two", f"{type(failure).__name__}: disk full")
+    ]
 
 
 def test_an_observer_may_leave_arguments_out() -> None:
