@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -54,6 +56,8 @@ class Generation:
 class LLM:
     """A model loaded into this process. Not thread-safe; close it, or use it as a context manager.
 
+    Several streams may be open at a time, and are batched together.
+
     `model` is what `--model` takes; further keywords are keys of the `engine:` table, such as
     `max_model_len=2048` or `dtype="float32"`. Raises HeadraceError where it cannot be served.
     """
@@ -89,6 +93,8 @@ class LLM:
             special_tokens=built.card.special_tokens,
             add_bos_token=built.card.add_bos_token,
         )
+        self._news: dict[str, deque[TokenEvent]] = {}
+        """By open request. A step brings news of all of them, whichever caller asked for it."""
         template = built.card.chat_template
         self._template = ChatTemplate(template, built.card.special_tokens) if template else None
         self._manager = create_plugin_manager(
@@ -123,7 +129,7 @@ class LLM:
         """Return the token ids of raw text, chat messages, or the ids themselves."""
         if isinstance(prompt, str):
             return self._tokenizer.encode(prompt)
-        items: list[Any] = list(prompt)
+        items = _items(prompt)
         if items and isinstance(items[0], Mapping):
             if self._template is None:
                 raise InvalidRequest(
@@ -131,7 +137,10 @@ class LLM:
                     param="messages",
                 )
             return self._tokenizer.encode_rendered(self._template.render(items))
-        return items
+        try:
+            return [operator.index(item) for item in items]
+        except TypeError:
+            raise _no_prompt(prompt) from None
 
     def generate(
         self,
@@ -175,12 +184,17 @@ class LLM:
     def _batch(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
         if isinstance(prompts, str):
             return [self.encode(prompts)]
-        items: list[Any] = list(prompts)
-        if items and isinstance(items[0], int | Mapping):
+        items = _items(prompts)
+        if items and (isinstance(items[0], Mapping) or hasattr(items[0], "__index__")):
             return [self.encode(items)]
         return [self.encode(item) for item in items]
 
     def _result(self, ids: list[int], sampling: SamplingParams | None) -> Generation:
+        if not isinstance(sampling, SamplingParams | None):
+            raise InvalidRequest(
+                f"sampling must be what LLM.sampling(...) returns, got {type(sampling).__name__}",
+                param="sampling",
+            )
         n = sampling.n if sampling is not None else 1
         return Generation(uuid.uuid4().hex, ids, [Completion() for _ in range(n)])
 
@@ -208,16 +222,30 @@ class LLM:
                     result, sampling = pending.pop()
                     self._engine.submit(self._request(result, sampling))
                     open_choices[result.request_id] = sampling.n
-                for event in self._engine.step():
+                    self._news[result.request_id] = deque()
+                for event in self._take(open_choices):
                     if event.finish_reason is not None:
                         open_choices[event.request_id] -= 1
                     yield event
                     if open_choices.get(event.request_id) == 0:
-                        del open_choices[event.request_id]
+                        del open_choices[event.request_id], self._news[event.request_id]
                         self._observe(*started[event.request_id])
         finally:
             for request_id in open_choices:
                 self._engine.abort(request_id)
+                del self._news[request_id]
+
+    def _take(self, request_ids: Collection[str]) -> list[TokenEvent]:
+        """Return the news of these requests. Where there are none, run a step, which may bring others'."""
+        if not any(self._news[request_id] for request_id in request_ids):
+            for event in self._engine.step():
+                if event.request_id in self._news:
+                    self._news[event.request_id].append(event)
+        events: list[TokenEvent] = []
+        for request_id in request_ids:
+            events += self._news[request_id]
+            self._news[request_id].clear()
+        return events
 
     def _observe(self, result: Generation, start: float) -> None:
         from headrace.plugins.manager import notify
@@ -240,6 +268,19 @@ class LLM:
                 duration_seconds=time.monotonic() - start,
             ),
         )
+
+
+def _items(prompt: object) -> list[Any]:
+    if isinstance(prompt, bytes | Mapping) or not isinstance(prompt, Iterable):
+        raise _no_prompt(prompt)
+    return list(prompt)
+
+
+def _no_prompt(prompt: object) -> InvalidRequest:
+    return InvalidRequest(
+        f"a prompt is text, a list of token ids or a list of chat messages, got {repr(prompt)[:80]}",
+        param="prompt",
+    )
 
 
 def collect(result: Generation, event: TokenEvent) -> bool:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from headrace import LLM, SamplingParams
@@ -61,6 +62,27 @@ def test_a_bad_prompt_refuses_the_batch_before_any_of_it_runs(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="no sampling parameter"):
         llm.sampling(temprature=1)
     assert [result.text for result in llm.generate("x", progress=False)] == [TEXT]
+
+
+def test_streams_and_batches_side_by_side_lose_nothing(llm: LLM) -> None:
+    first, second, left = llm.stream("x"), llm.stream("y"), llm.stream("z")
+    assert next(left) == "Hello"
+    pieces = [next(first), next(second), next(first)]
+    assert [result.text for result in llm.generate(["a", "b"], progress=False)] == [TEXT] * 2
+    left.close()  # type: ignore[attr-defined]
+    assert pieces[0] + pieces[2] + "".join(first) == TEXT
+    assert pieces[1] + "".join(second) == TEXT
+    assert llm._news == {}
+
+
+def test_what_is_no_prompt_or_no_sampling_is_refused_by_name(llm: LLM) -> None:
+    for prompt in (None, 5, b"abc", ["a", 3], [1, "a"], {"role": "user"}):
+        with pytest.raises(InvalidRequest, match="a prompt is text"):
+            llm.generate(prompt, progress=False)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match=r"LLM\.sampling\(\.\.\.\) returns, got dict"):
+        llm.generate("x", {"temperature": 0}, progress=False)  # type: ignore[arg-type]
+    ids = np.array(llm.encode("abc"))
+    assert llm.generate(ids, progress=False)[0].prompt_token_ids == ids.tolist()  # type: ignore[arg-type]
 
 
 def test_a_failing_model_raises_with_its_reason(tmp_path: pathlib.Path) -> None:
