@@ -10,30 +10,31 @@ import numpy as np
 from headrace.backends.cpu.fast import layout as at
 from headrace.backends.cpu.fast.pool import (
     DISTURBED_STEPS,
-    FIRST_PAUSE_STEPS,
-    MAX_PAUSE_STEPS,
+    FIRST_PAUSE_SECONDS,
+    MAX_PAUSE_SECONDS,
     ThreadGovernor,
     ThreadPool,
 )
 
 CALM, DISTURBED = 0.0, 0.5
+STEP_SECONDS = FIRST_PAUSE_SECONDS / 16
 
 
 def steps_with_one(governor: ThreadGovernor) -> int:
     """How many steps in a row have one thread now."""
     count = 0
     while governor.num_threads() == 1:
-        governor.observe(CALM)
+        governor.observe(CALM, STEP_SECONDS)
         count += 1
-        assert count <= MAX_PAUSE_STEPS
+        assert count <= MAX_PAUSE_SECONDS / STEP_SECONDS
     return count
 
 
 def test_one_disturbed_step_changes_nothing() -> None:
     governor = ThreadGovernor(4)
     for _ in range(5):
-        governor.observe(DISTURBED)
-        governor.observe(CALM)
+        governor.observe(DISTURBED, STEP_SECONDS)
+        governor.observe(CALM, STEP_SECONDS)
         assert governor.num_threads() == 4
 
 
@@ -41,31 +42,39 @@ def test_steps_disturbed_in_a_row_give_a_core_back_for_longer_each_time() -> Non
     governor = ThreadGovernor(2)
     for _ in range(DISTURBED_STEPS):
         assert governor.num_threads() == 2
-        governor.observe(DISTURBED)
+        governor.observe(DISTURBED, STEP_SECONDS)
     pauses = [steps_with_one(governor)]
     for _ in range(8):
-        governor.observe(DISTURBED)  # the trial
+        governor.observe(DISTURBED, STEP_SECONDS)  # the trial
         pauses.append(steps_with_one(governor))
-    assert pauses[:3] == [FIRST_PAUSE_STEPS, 2 * FIRST_PAUSE_STEPS, 4 * FIRST_PAUSE_STEPS]
-    assert pauses[-1] == MAX_PAUSE_STEPS
+    assert pauses[:3] == [16, 32, 64]
+    assert pauses[-1] == MAX_PAUSE_SECONDS / STEP_SECONDS
+
+
+def test_a_long_step_alone_is_pause_enough() -> None:
+    governor = ThreadGovernor(2)
+    for _ in range(DISTURBED_STEPS):
+        governor.observe(DISTURBED, STEP_SECONDS)
+    governor.observe(CALM, FIRST_PAUSE_SECONDS)
+    assert governor.num_threads() == 2
 
 
 def test_a_calm_trial_brings_all_threads_back_and_forgets() -> None:
     governor = ThreadGovernor(2)
     for _ in range(DISTURBED_STEPS):
-        governor.observe(DISTURBED)
+        governor.observe(DISTURBED, STEP_SECONDS)
     steps_with_one(governor)
     for _ in range(3):
         assert governor.num_threads() == 2
-        governor.observe(CALM)
+        governor.observe(CALM, STEP_SECONDS)
     for _ in range(DISTURBED_STEPS):
-        governor.observe(DISTURBED)
-    assert steps_with_one(governor) == FIRST_PAUSE_STEPS
+        governor.observe(DISTURBED, STEP_SECONDS)
+    assert steps_with_one(governor) == 16
 
 
 def test_one_thread_stays_one() -> None:
     governor = ThreadGovernor(1)
-    governor.observe(CALM)
+    governor.observe(CALM, STEP_SECONDS)
     assert governor.num_threads() == 1
 
 

@@ -23,8 +23,8 @@ LONG_WAIT_SHARE = 0.15
 """Of a step's time: above it, the step was disturbed."""
 DISTURBED_STEPS = 2
 """Disturbed steps in a row (a calm one takes one back) before the pool does with one thread."""
-FIRST_PAUSE_STEPS, MAX_PAUSE_STEPS = 16, 512
-"""Steps with one thread before all are tried again; doubles while the trial is disturbed."""
+FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.0625, 2.0
+"""Time in steps with one thread before all are tried again; doubles while the trial is disturbed."""
 CONTROL_WORDS = 4096
 
 
@@ -34,26 +34,26 @@ class ThreadGovernor:
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
         self._disturbed = 0
-        self._pause = FIRST_PAUSE_STEPS
-        self._left = 0
+        self._pause = FIRST_PAUSE_SECONDS
+        self._left = 0.0
 
     def num_threads(self) -> int:
         return 1 if self._left > 0 else self._num_threads
 
-    def observe(self, long_wait_share: float) -> None:
-        """Say how much of the last step was spent in waits beyond the spin."""
+    def observe(self, long_wait_share: float, seconds: float) -> None:
+        """Say how long the last step took, and how much of that was waits beyond the spin."""
         if self._left > 0:
-            self._left -= 1
+            self._left -= seconds
             return
         if long_wait_share <= LONG_WAIT_SHARE:
             self._disturbed = max(0, self._disturbed - 1)
             if self._disturbed == 0:
-                self._pause = FIRST_PAUSE_STEPS
+                self._pause = FIRST_PAUSE_SECONDS
             return
         self._disturbed += 1
         if self._disturbed >= DISTURBED_STEPS:
             self._left = self._pause
-            self._pause = min(2 * self._pause, MAX_PAUSE_STEPS)
+            self._pause = min(2 * self._pause, MAX_PAUSE_SECONDS)
             self._disturbed = DISTURBED_STEPS - 1
 
 
@@ -76,18 +76,16 @@ class ThreadPool:
             worker.start()
             self._workers.append(worker)
 
-    def run(self, *, most: int | None = None) -> int:
-        """Run the step that the parameters describe, with at most `most` threads; return how many it had."""
+    def run(self) -> int:
+        """Run the step that the parameters describe; return how many threads it had."""
         waits = self._control[at.LONG_WAITS : at.LONG_WAITS + self._num_threads * at.LINE_WORDS]
         waits[:] = 0
-        allowed = self._governor.num_threads()
-        threads = allowed if most is None else min(most, allowed)
+        threads = self._governor.num_threads()
         self._parameters[at.NUM_THREADS] = threads
         started = time.perf_counter_ns()
         enter(0, address(self._parameters), address(self._control))
-        if threads > 1 or allowed == 1:
-            elapsed = max(1, time.perf_counter_ns() - started)
-            self._governor.observe(int(waits.max()) / elapsed)
+        elapsed = max(1, time.perf_counter_ns() - started)
+        self._governor.observe(int(waits.max()) / elapsed, elapsed / 1e9)
         return threads
 
     def num_parked(self) -> int:
