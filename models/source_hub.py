@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headrace.cache import write_atomically
 from headrace.errors import ModelError
-from headrace.models.cache import write_atomically
 from headrace.models.source_progress import watch_folder
 
 ANSWER_SECONDS = 5.0
@@ -157,7 +157,7 @@ def _ask(source: HubSource, access: HubAccess) -> Sequence[Any]:
             info = api.model_info(
                 source.repository,
                 revision=source.revision,
-                timeout=ANSWER_SECONDS,
+                timeout=2 * ANSWER_SECONDS,  # ends the thread; the queue below sets the time
                 files_metadata=True,
             )
             answers.put((info.siblings or [], None))
