@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from headrace.cache import cache_folder
 from headrace.errors import ModelError, did_you_mean
 from headrace.interfaces import LoadedModel, ModelArchitecture, TensorSource, TextAssets
 from headrace.logs import get_logger
-from headrace.models.cache import cache_folder
 from headrace.models.config import ModelConfig, config_from_json
 from headrace.models.config_gguf import config_from_gguf
 from headrace.models.dequantize import expand

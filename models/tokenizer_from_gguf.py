@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from headrace.cache import write_atomically
 from headrace.errors import ModelError
 from headrace.logs import get_logger
-from headrace.models.cache import write_atomically
 from headrace.models.gguf import GGUFFile
 from headrace.models.pre_tokenizers import GPT2, PRE_TOKENIZERS, PreTokenizer
 

@@ -20,6 +20,7 @@ CORE = (
     "headrace.prefix_hash",
     "headrace.step_time",
     "headrace.policy_guard",
+    "headrace.cache",
     "headrace.clock",
     "headrace.group",
     "headrace.plugins.hookspecs",

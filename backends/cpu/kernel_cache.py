@@ -16,11 +16,12 @@ from typing import Any
 
 import numba
 
-APPLICATION = "headrace"
+from headrace.cache import cache_folder
+from headrace.errors import ConfigError
 
 
 @functools.cache
-def cache_folder(variant: str = "") -> Path | None:
+def kernel_folder(variant: str = "") -> Path | None:
     """Return the folder of these kernels, made if absent; None where it cannot be written to.
 
     A variant's folder bears its name, and its digest covers the sources of the fast path too.
@@ -32,13 +33,11 @@ def cache_folder(variant: str = "") -> Path | None:
     fast = Path(__file__).parent.glob("fast/[kil]*.py") if variant else ()  # kernels, their makers
     for source in sorted((*sources, *fast)):
         digest.update(source.name.encode() + source.read_bytes())
-    root = os.environ.get("HEADRACE_CACHE") or (
-        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / APPLICATION
-    )
-    folder = Path(root) / "kernels" / f"{digest.hexdigest()[:16]}{'-' if variant else ''}{variant}"
+    name = f"{digest.hexdigest()[:16]}{'-' if variant else ''}{variant}"
     try:
+        folder = cache_folder() / "kernels" / name
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
+    except (ConfigError, OSError):
         return None
     return folder if os.access(folder, os.W_OK) else None
 
@@ -50,7 +49,7 @@ def kernel(variant: str = "", **options: Any) -> Callable[[Callable[..., Any]], 
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        folder = cache_folder(variant)
+        folder = kernel_folder(variant)
         previous = numba.config.CACHE_DIR
         if folder is not None:
             numba.config.CACHE_DIR = str(folder)

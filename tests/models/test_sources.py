@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from headrace.errors import ModelError
+from headrace.cache import cache_folder
+from headrace.errors import ConfigError, ModelError
 from headrace.models import source_hub, source_package
-from headrace.models.cache import cache_folder
 from headrace.models.source_hub import parse_hub_source
 from headrace.models.source_package import KnownPackage
 from headrace.models.sources import ALIASES, fetch
@@ -82,6 +82,16 @@ def test_cache_folder(
 ) -> None:
     monkeypatch.setattr("sys.platform", "linux")
     assert cache_folder(environ) == expected
+
+
+def test_without_a_home_the_cache_folder_must_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container run under a number that no passwd file knows."""
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("os.getuid", lambda: 4_000_000_000)
+    with pytest.raises(ConfigError, match="Set HEADRACE_CACHE"):
+        cache_folder({})
+    assert cache_folder({"HEADRACE_CACHE": "/x"}) == Path("/x")
 
 
 # --- packages -------------------------------------------------------------------

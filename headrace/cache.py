@@ -1,4 +1,4 @@
-"""The folder where fetched models and tokenizers built from GGUF metadata are kept.
+"""The folder where fetched models, compiled kernels and tokenizers built from GGUF metadata are kept.
 
 Files appear in it by an atomic rename, so a reader never meets half of one. Everything can be deleted
 at any time and is made again.
@@ -12,9 +12,25 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from headrace.errors import ConfigError
+
 
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return HEADRACE_CACHE, or the platform's cache folder for Headrace. It may not exist yet."""
+    """Return HEADRACE_CACHE, or the platform's cache folder for Headrace. It may not exist yet.
+
+    ConfigError where this user has no home folder to put it in, as in a container run under a bare
+    number.
+    """
+    try:
+        return _cache_folder(environ)
+    except RuntimeError:
+        raise ConfigError(
+            "there is no folder to keep models in: HOME is not set, and this user has no home. "
+            "Set HEADRACE_CACHE to a folder that can be written"
+        ) from None
+
+
+def _cache_folder(environ: Mapping[str, str]) -> Path:
     chosen = environ.get("HEADRACE_CACHE")
     if chosen:
         return Path(chosen).expanduser().resolve()
