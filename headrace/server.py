@@ -24,6 +24,7 @@ from headrace.engine.client import ProcessEngine
 from headrace.errors import ConfigError, RequestError
 from headrace.gateway.admission import AdmissionGate
 from headrace.gateway.app import create_app
+from headrace.gateway.http_protocol import HttpProtocol
 from headrace.gateway.metrics import GatewayMetrics
 from headrace.gateway.observers import Observers
 from headrace.gateway.replica import Replica
@@ -122,7 +123,7 @@ class Gateway:
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                http="httptools",
+                http=HttpProtocol,
                 ws="none",
                 timeout_graceful_shutdown=_GRACE_SECONDS,
             )

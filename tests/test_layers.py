@@ -63,7 +63,16 @@ LIBRARIES = {
     | {"numpy", "huggingface_hub", "tokenizers", "safetensors", "rich"},
     "headrace.backends": CORE_LIBRARIES | {"numpy", "torch", "numba", "llvmlite"},
     "headrace.gateway": CORE_LIBRARIES
-    | {"anyio", "starlette", "httpx", "prometheus_client", "uvicorn", "tokenizers", "jinja2"},
+    | {
+        "anyio",
+        "starlette",
+        "httpx",
+        "prometheus_client",
+        "uvicorn",
+        "httptools",
+        "tokenizers",
+        "jinja2",
+    },
 }
 
 
