@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pathlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +19,17 @@ from headrace.config import Choice, ReplicaConfig
 from headrace.config.resources import resolve_engine
 from headrace.errors import BackendUnavailable, ModelError
 from headrace.group import SingleRank
-from headrace.interfaces import Backend, Clock, LoadedModel, QuantizationPolicy, Runner
+from headrace.interfaces import (
+    Backend,
+    Clock,
+    LoadedModel,
+    ModelArchitecture,
+    QuantizationPolicy,
+    Runner,
+)
 from headrace.plugins.manager import create_plugin_manager
 from headrace.plugins.options import build_options
-from headrace.plugins.registry import Registries
+from headrace.plugins.registry import Registries, Registry
 from headrace.policy_guard import SchedulingGuard
 from headrace.types import EngineSettings, ModelCard
 from headrace.types.units import format_size
@@ -127,9 +134,27 @@ def open_model_source(config: ReplicaConfig, registries: Registries, report: Rep
 
         return open_scripted(pathlib.Path(source.removeprefix("scripted:")), config.model.name)
     path = fetch(source, report=report)
-    names = registries.models.names()
-    known = {name: registries.models.get(name) for name in names if name != "scripted"}
+    known = _Architectures(registries.models)
     return open_model(path, name=config.model.name, registry_models=known)
+
+
+class _Architectures(Mapping[str, type[ModelArchitecture]]):
+    """The architectures a checkpoint may ask for, imported when one does: a broken one breaks no other."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._names = [name for name in registry.names() if name != "scripted"]
+
+    def __getitem__(self, name: str) -> type[ModelArchitecture]:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._registry.get(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def settings_for(config: ReplicaConfig, model: LoadedModel) -> EngineSettings:
