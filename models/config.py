@@ -113,7 +113,7 @@ def config_from_json(data: Mapping[str, Any]) -> ModelConfig:
     max_position = _positive(table, "max_position_embeddings", 2048)
     layer_types, window = _layer_types(table, model_type, num_layers)
     rope, rope_local = _ropes(table, is_gemma, head_dim, max_position)
-    scale_base = float(table.get("query_pre_attn_scalar") or head_dim) if is_gemma else head_dim
+    scale_base = _real(table, "query_pre_attn_scalar") or head_dim if is_gemma else head_dim
     output_bias = bool(table.get("attention_bias", False)) and model_type != "qwen2"
     config = ModelConfig(
         model_type=model_type,
@@ -125,7 +125,7 @@ def config_from_json(data: Mapping[str, Any]) -> ModelConfig:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_position=max_position,
-        rms_norm_eps=float(table.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=_real(table, "rms_norm_eps", 1e-6),
         rope=rope,
         rope_local=rope_local,
         layer_types=layer_types,
@@ -138,8 +138,8 @@ def config_from_json(data: Mapping[str, Any]) -> ModelConfig:
         hidden_act=str(table.get("hidden_activation") or table.get("hidden_act") or "silu"),
         query_scale=1.0 / math.sqrt(scale_base),
         embed_scale=math.sqrt(hidden_size) if is_gemma else 1.0,
-        attention_softcap=_optional_float(table.get("attn_logit_softcapping")),
-        final_softcap=_optional_float(table.get("final_logit_softcapping")),
+        attention_softcap=_real(table, "attn_logit_softcapping") or None,
+        final_softcap=_real(table, "final_logit_softcapping") or None,
         bos_token_id=first_id(table.get("bos_token_id", data.get("bos_token_id"))),
         eos_token_ids=token_id_tuple(table.get("eos_token_id", data.get("eos_token_id"))),
         raw=MappingProxyType(dict(table)),
@@ -216,8 +216,12 @@ def _positive(table: Mapping[str, Any], key: str, default: int | None = None) ->
     return value
 
 
-def _optional_float(value: Any) -> float | None:
-    return float(value) if value else None
+def _real(table: Mapping[str, Any], key: str, default: float = 0.0) -> float:
+    value = table.get(key)
+    value = default if value is None else value
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+        raise ModelError(f"config.json: {key} must be a number of at least 0, got {value!r}")
+    return float(value)
 
 
 def _layer_types(
@@ -233,10 +237,10 @@ def _layer_types(
     if given:
         types = tuple(str(kind) for kind in given)
     elif model_type == "gemma3_text":
-        pattern = table.get("sliding_window_pattern") or table.get("_sliding_window_pattern") or 6
-        types = sliding_pattern(num_layers, int(pattern))
+        pattern = _positive(table, "_sliding_window_pattern", 6)
+        types = sliding_pattern(num_layers, _positive(table, "sliding_window_pattern", pattern))
     elif model_type.startswith("qwen"):
-        first = int(table.get("max_window_layers", num_layers))
+        first = int(_real(table, "max_window_layers", num_layers))
         types = tuple(
             FULL_ATTENTION if layer < first else SLIDING_ATTENTION for layer in range(num_layers)
         )
@@ -244,7 +248,7 @@ def _layer_types(
         types = (SLIDING_ATTENTION,) * num_layers
     else:
         types = (FULL_ATTENTION,) * num_layers
-    return types, int(window) if SLIDING_ATTENTION in types else None
+    return types, _positive(table, "sliding_window") if SLIDING_ATTENTION in types else None
 
 
 def _ropes(
@@ -252,8 +256,8 @@ def _ropes(
 ) -> tuple[RopeConfig, RopeConfig | None]:
     """The rope of full layers and, for Gemma 3, that of sliding ones. Both spellings of config.json."""
     parameters = table.get("rope_parameters") or table.get("rope_scaling") or {}
-    rotary_dim = int(head_dim * float(table.get("partial_rotary_factor") or 1.0))
-    theta = float(table.get("rope_theta") or 10_000.0)
+    rotary_dim = int(head_dim * (_real(table, "partial_rotary_factor") or 1.0))
+    theta = _real(table, "rope_theta") or 10_000.0
     nested = isinstance(parameters.get(FULL_ATTENTION), Mapping)
     full_parameters = parameters[FULL_ATTENTION] if nested else parameters
     full = rope_from_parameters(
@@ -262,7 +266,7 @@ def _ropes(
     if not is_gemma:
         return full, None
     local_parameters = (parameters.get(SLIDING_ATTENTION) or {}) if nested else {}
-    local_theta = float(table.get("rope_local_base_freq") or 10_000.0)
+    local_theta = _real(table, "rope_local_base_freq") or 10_000.0
     local = rope_from_parameters(
         local_parameters, theta=local_theta, rotary_dim=rotary_dim, max_position=max_position
     )

@@ -217,6 +217,10 @@ def test_defaults_that_files_leave_out() -> None:
         ({"num_hidden_layers": 0}, "num_hidden_layers must be a whole number above 0, got 0"),
         ({"vocab_size": "x"}, "vocab_size must be a whole number above 0, got 'x'"),
         ({"num_key_value_heads": 3}, "4 query heads cannot share 3"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps must be a number of at least 0, got 'x'"),
+        ({"rope_theta": [1]}, "rope_theta must be a number of at least 0"),
+        ({"rope_theta": math.nan}, "rope_theta must be a number of at least 0, got nan"),
+        ({"sliding_window": "4k", "layer_types": ["sliding_attention"] * 2}, "sliding_window must"),
         ({"hidden_act": "relu2"}, "hidden_act 'relu2'.*silu, gelu_pytorch_tanh"),
         (
             {"sliding_window": 8, "layer_types": ["full_attention"]},
