@@ -113,7 +113,7 @@ def _set(tree: Table, path: list[str], node: Node, origin: Origin) -> None:
 
 
 def _container(next_part: str, origin: Origin) -> Node:
-    return Items([], origin) if next_part.isdigit() else Table({}, origin)
+    return Items([], origin) if next_part.isdecimal() else Table({}, origin)
 
 
 def _opened(node: Node, next_part: str, key: str, origin: Origin) -> Node:
@@ -132,7 +132,7 @@ def _opened(node: Node, next_part: str, key: str, origin: Origin) -> Node:
 
 def _index(items: Items, part: str, key: str, origin: Origin) -> int:
     count = len(items.entries)
-    if not part.isdigit():
+    if not part.isdecimal():
         raise config_error(origin, key, f"a list is numbered from 0, got {part!r}")
     if int(part) > count:
         raise config_error(

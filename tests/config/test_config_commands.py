@@ -54,6 +54,10 @@ def test_check_config_prints_everything_with_its_origin(  # type: ignore[no-unty
         (["--set", "gateway.stall_timeout=10"], "must be a duration"),
         (["--set", "gateway.port"], "write KEY=VALUE"),
         (["--set", "models=[{"], "not valid YAML"),
+        (
+            ["--set", "models.\u00b2.name=x"],
+            "command line, key models: must be a list, got a table",
+        ),
         (["-c", "/nowhere.yaml"], "/nowhere.yaml: no such configuration file"),
         (["--set", "routing=round_robbin"], "command line, key routing: no routing policy named"),
         (["--set", "models.0.backend=gpu"], "no backend named 'gpu'"),
