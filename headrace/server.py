@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import pathlib
 import signal
@@ -64,21 +65,34 @@ def run_server(loaded: LoadedConfig) -> int:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a bound socket. ConfigError with the reason where the address cannot be had."""
+    """Return a listening socket. ConfigError with the reason where the address cannot be had."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
+        return _listen(host, port)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        remedy = "Name an address of this machine with --host, such as 127.0.0.1, 0.0.0.0 or ::"
+        if getattr(error, "errno", None) == errno.EADDRINUSE:
+            remedy = "Stop what uses the port, or choose another with --port (0 takes a free one)"
+        elif isinstance(error, PermissionError):
+            remedy = "Choose a port above 1023 with --port (0 takes a free one)"
+        raise ConfigError(
+            f"gateway.host/port: cannot listen on {host}:{port}: {reason}. {remedy}"
+        ) from error
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         listener.bind(address)
         listener.listen(2048)
-    except OSError as error:
-        raise ConfigError(
-            f"gateway.host/port: cannot listen on {host}:{port}: {error.strerror or error}. "
-            "Stop what uses the port, or choose another with --port (0 takes a free one)"
-        ) from error
+    except OSError:
+        listener.close()
+        raise
     listener.set_inheritable(False)
     return listener
 

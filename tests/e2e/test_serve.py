@@ -14,6 +14,8 @@ import time
 import httpx
 import pytest
 
+from headrace.errors import ConfigError
+from headrace.server import bind
 from headrace.testing.script_file import write_script
 from headrace.testing.server import StartedServer, started_server
 
@@ -84,6 +86,12 @@ def test_a_taken_port_ends_the_start_with_the_reason(tmp_path: pathlib.Path) -> 
     assert done.returncode == 1
     assert f"127.0.0.1:{port}" in done.stderr and "in use" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("host", ["", "a" * 70, "no.such.host.invalid", "192.0.2.1"])
+def test_a_host_that_cannot_be_listened_on_is_named_with_what_to_do(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"cannot listen on .*--host, such as 127\.0\.0\.1"):
+        bind(host, 0)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
