@@ -23,6 +23,7 @@ from headrace.types import (
 
 if TYPE_CHECKING:
     from headrace.config import Config
+    from headrace.text.chat_template import ChatTemplate
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """Raw text, token ids, or chat messages."""
@@ -82,7 +83,6 @@ class LLM:
         from headrace.build import build_engine
         from headrace.config import replica_config
         from headrace.plugins.manager import create_plugin_manager
-        from headrace.text.chat_template import ChatTemplate
         from headrace.text.tokenizer import Tokenizer
 
         built = build_engine(replica_config(config, 0), report=report)
@@ -95,8 +95,7 @@ class LLM:
         )
         self._news: dict[str, deque[TokenEvent]] = {}
         """By open request. A step brings news of all of them, whichever caller asked for it."""
-        template = built.card.chat_template
-        self._template = ChatTemplate(template, built.card.special_tokens) if template else None
+        self._template: ChatTemplate | None = None
         self._manager = create_plugin_manager(
             discover=config.plugins.discover, blocked=config.plugins.blocked
         )
@@ -131,16 +130,24 @@ class LLM:
             return self._tokenizer.encode(prompt)
         items = _items(prompt)
         if items and isinstance(items[0], Mapping):
-            if self._template is None:
-                raise InvalidRequest(
-                    f"model '{self.card.name}' has no chat template; give text instead",
-                    param="messages",
-                )
-            return self._tokenizer.encode_rendered(self._template.render(items))
+            return self._tokenizer.encode_rendered(self._chat_template().render(items))
         try:
             return [operator.index(item) for item in items]
         except TypeError:
             raise _no_prompt(prompt) from None
+
+    def _chat_template(self) -> ChatTemplate:
+        """Return the model's template, parsed at its first use: a broken one is no obstacle to text."""
+        from headrace.text.chat_template import ChatTemplate
+
+        if self._template is None:
+            if not self.card.chat_template:
+                raise InvalidRequest(
+                    f"model '{self.card.name}' has no chat template; give text instead",
+                    param="messages",
+                )
+            self._template = ChatTemplate(self.card.chat_template, self.card.special_tokens)
+        return self._template
 
     def generate(
         self,

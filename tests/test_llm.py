@@ -91,6 +91,14 @@ def test_a_failing_model_raises_with_its_reason(tmp_path: pathlib.Path) -> None:
         llm.generate("x", progress=False)
 
 
+def test_a_broken_template_is_an_obstacle_to_chats_alone(tmp_path: pathlib.Path) -> None:
+    path = write_script(tmp_path / "broken.json", ["Hello"], chat_template="{% for %}")
+    with LLM(f"scripted:{path}") as llm:
+        assert llm.generate("x", progress=False)[0].text == "Hello"
+        with pytest.raises(HeadraceError, match="the chat template cannot be parsed"):
+            llm.generate([{"role": "user", "content": "x"}], progress=False)
+
+
 def run(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "headrace", *arguments],
@@ -117,3 +125,19 @@ def test_a_wrong_source_is_one_line(tmp_path: pathlib.Path) -> None:
     done = run("generate", "x", "--model", str(tmp_path / "nothing.gguf"))
     assert done.returncode == 1
     assert "nothing.gguf" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:1/", "nonsense", "http://[", "http://127.0.0.1:x"]
+)
+def test_chat_with_a_server_that_is_not_there_is_one_line(url: str) -> None:
+    done = run("chat", "--url", url, text="hi\n")
+    assert done.returncode == 1
+    assert "Give --url the address" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_bench_whose_figures_have_no_place_does_not_run(tmp_path: pathlib.Path) -> None:
+    place = tmp_path / "nowhere" / "figures.json"
+    done = run("bench", "--url", "http://127.0.0.1:1", "--requests", "1", "--json", str(place))
+    assert done.returncode == 1
+    assert "is no folder" in done.stderr and "first failure" not in done.stdout

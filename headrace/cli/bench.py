@@ -36,8 +36,11 @@ def bench(
     """Measure a server: closed loop, greedy, streamed completions of fixed length."""
     import anyio
 
+    from headrace.errors import ConfigError
     from headrace.load import LoadPlan, run_load
 
+    if json_file is not None and not json_file.parent.is_dir():
+        raise ConfigError(f"--json {json_file}: {json_file.parent} is no folder; make it first")
     with server_at(url, config, model, settings) as address:
         plan = LoadPlan(
             url=address,

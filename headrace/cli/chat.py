@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import typer
@@ -38,7 +38,9 @@ def chat(
     from headrace.llm import LLM
     from headrace.logs import configure_logging
 
-    configure_logging(loaded.config.logging.format, loaded.config.logging.level)  # not among the text
+    configure_logging(
+        loaded.config.logging.format, loaded.config.logging.level
+    )  # not among the text
 
     with stage_progress() as report:
         llm = LLM.from_config(loaded.config, report=report)
@@ -69,21 +71,35 @@ def converse(messages: list[dict[str, str]], reply: Reply) -> None:
 def http_reply(
     url: str, model: str | None, history: list[dict[str, str]], options: dict[str, Any]
 ) -> Iterator[str]:
-    """Yield the pieces of a streamed chat answer. Raises ModelError with the server's own message."""
+    """Yield the pieces of a streamed chat answer. Raises HeadraceError with the server's own message."""
     import httpx
 
     from headrace.errors import HeadraceError
 
+    url = url.rstrip("/")
     body = {"model": model, "messages": history, "stream": True, **options}
-    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=600) as response:
-        if response.status_code != 200:
-            response.read()
-            raise HeadraceError(f"{url} answered {response.status_code}: {response.text[:500]}")
-        for line in response.iter_lines():
-            if not line.startswith("data: ") or line == "data: [DONE]":
-                continue
-            event = json.loads(line[6:])
-            if event.get("error"):
-                raise HeadraceError(str(event["error"].get("message")))
-            for choice in event.get("choices") or ():
-                yield choice["delta"].get("content") or ""
+    try:
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=600) as response:
+            if response.status_code != 200:
+                response.read()
+                raise HeadraceError(f"{url} answered {response.status_code}: {response.text[:500]}")
+            yield from pieces_of(response.iter_lines())
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise HeadraceError(
+            f"{url}: {error}. Give --url the address that `headrace serve` prints, "
+            "such as http://127.0.0.1:8000"
+        ) from error
+
+
+def pieces_of(lines: Iterable[str]) -> Iterator[str]:
+    """Yield the text of a stream's events. Raises HeadraceError with an error the server sends."""
+    from headrace.errors import HeadraceError
+
+    for line in lines:
+        if not line.startswith("data: ") or line == "data: [DONE]":
+            continue
+        event = json.loads(line[6:])
+        if event.get("error"):
+            raise HeadraceError(str(event["error"].get("message")))
+        for choice in event.get("choices") or ():
+            yield choice["delta"].get("content") or ""
