@@ -86,7 +86,7 @@ def _fetch_one(source: str, cache: Path, access: HubAccess, report: Report, pip:
         report(STAGE, 1.0)
         return path
     path = Path(source).expanduser()
-    if not path.exists():
+    if not source or not path.exists():
         raise ModelError(
             f"model: '{source}' is neither a path nor a known name. {did_you_mean(source, ALIASES)}. "
             "Or write hf:org/name, hf:org/name:file or pkg:NAME"

@@ -64,6 +64,11 @@ def test_a_path_is_taken_as_it_is(tmp_path: Path) -> None:
     assert _fetch(str(tmp_path), tmp_path)[0] == tmp_path
 
 
+def test_nothing_is_no_path(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="'' is neither a path nor a known name"):
+        _fetch("", tmp_path)
+
+
 def test_what_is_neither_path_nor_name_gets_a_suggestion(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"Did you mean 'smollm2'\?.*hf:org/name"):
         _fetch("smolm2", tmp_path)
