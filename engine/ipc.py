@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from headrace.errors import EngineFailed
-from headrace.types import FromEngine, ToEngine
+from headrace.types import FromEngine, StepEvents, ToEngine, TokenEvent
 
 MAX_FRAME_BYTES = 256 << 20
 """The largest frame is a ModelCard, which carries a whole tokenizer.json (33 MB for Gemma 3)."""
@@ -62,6 +62,29 @@ def _check_length(length: int, max_bytes: int) -> None:
         )
 
 
+def _split(frame: FromEngine) -> tuple[StepEvents, ...]:
+    """Return a frame that is too large as smaller ones; () where there are none."""
+    if isinstance(frame, StepEvents) and len(frame.events) > 1:
+        middle = len(frame.events) // 2
+        return (
+            msgspec.structs.replace(frame, events=frame.events[:middle]),
+            msgspec.structs.replace(frame, events=frame.events[middle:], step_seconds=0.0),
+        )
+    if isinstance(frame, StepEvents) and frame.events and frame.events[0].error is None:
+        event = frame.events[0]
+        error = EngineFailed(
+            "the answer is too large to be sent; ask for fewer tokens or log probabilities"
+        )
+        failed = TokenEvent(
+            request_id=event.request_id,
+            index=event.index,
+            finish_reason="error",
+            error=error.info(),
+        )
+        return (msgspec.structs.replace(frame, events=[failed]),)
+    return ()
+
+
 class FrameSocket:
     """The engine's end: blocking, one thread that receives and one that sends."""
 
@@ -80,8 +103,21 @@ class FrameSocket:
         return None if payload is None else decode_to_engine(payload)
 
     def send(self, frame: FromEngine) -> None:
-        """Wait until the frame is written. Raises OSError once the other side is gone."""
-        self._connection.sendall(encode_frame(frame, self._max_bytes))
+        """Wait until the frame is written. Raises OSError once the other side is gone.
+
+        News too large for one frame goes in several; a choice whose own news is too large ends with
+        an error, because one request must not cost the others their engine.
+        """
+        try:
+            data = encode_frame(frame, self._max_bytes)
+        except EngineFailed:
+            parts = _split(frame)
+            if not parts:
+                raise
+            for part in parts:
+                self.send(part)
+        else:
+            self._connection.sendall(data)
 
     def close(self) -> None:
         self._connection.close()

@@ -128,6 +128,50 @@ def test_a_frame_over_the_limit_is_not_sent() -> None:
         ipc.encode_frame(Failed("x" * 100), max_bytes=8)
 
 
+def receive_news(connection: socket.socket) -> list[StepEvents]:
+    """Return the frames that are there."""
+    frames = []
+    rest = connection.recv(1 << 20)
+    while rest:
+        (length,) = struct.unpack("<I", rest[:4])
+        frame = ipc.decode_from_engine(rest[4 : 4 + length])
+        assert isinstance(frame, StepEvents)
+        frames.append(frame)
+        rest = rest[4 + length :]
+    return frames
+
+
+def test_news_over_the_limit_goes_in_several_frames(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    """A step of many large events must not end the engine. Its time is told once."""
+    ours, theirs = pair
+    news = StepEvents([EVENT] * 5, EngineStats(num_running=1), 0.5)
+    limit = len(payload(StepEvents([EVENT] * 2, EngineStats(num_running=1), 0.5)))
+    with ours, theirs:
+        ipc.FrameSocket(ours, max_bytes=limit).send(news)
+        frames = receive_news(theirs)
+    assert [event for frame in frames for event in frame.events] == news.events
+    assert len(frames) > 1 and sum(frame.step_seconds for frame in frames) == 0.5
+    assert {frame.stats for frame in frames} == {news.stats}
+
+
+def test_news_of_one_choice_over_the_limit_ends_that_choice(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    ours, theirs = pair
+    large = msgspec.structs.replace(EVENT, request_id="large", index=3, text="x" * 2000)
+    with ours, theirs:
+        frames = ipc.FrameSocket(ours, max_bytes=1000)
+        frames.send(StepEvents([EVENT, large, EVENT], EngineStats()))
+        first, failed, last = [e for frame in receive_news(theirs) for e in frame.events]
+        with pytest.raises(EngineFailed, match="limit of 1000 bytes"):
+            frames.send(Failed("x" * 2000))
+    assert first == last == EVENT
+    assert (failed.request_id, failed.index, failed.finish_reason) == ("large", 3, "error")
+    assert failed.error is not None and failed.error.code == "engine_failed"
+
+
 @pytest.mark.parametrize(
     "data",
     [b"\xc1", msgspec.msgpack.encode({"type": "nonsense"}), payload(Ready(fake_card()))],
