@@ -25,7 +25,7 @@ from headrace.gateway.sampling import (
 )
 from headrace.gateway.state import Limits
 from headrace.text.tokenizer import Tokenizer
-from headrace.types import TokenAlternative, TokenEvent
+from headrace.types import GenerationRequest, TokenAlternative, TokenEvent
 
 MAX_LOGPROBS = 5
 
@@ -49,6 +49,8 @@ def build_completion_call(
     scores = bool(body.echo) and logprobs is not None
     rule = TokenRule(body.max_tokens, "max_tokens", DEFAULT_COMPLETION_TOKENS, allows_none=scores)
     requests = build_requests(body, caller, card, token_ids, sampling, rule)
+    if scores:
+        _check_scores(requests, limits)
     echoes = None
     if body.echo:
         echoes = [
@@ -65,6 +67,18 @@ def build_completion_call(
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
     )
+
+
+def _check_scores(requests: Sequence[GenerationRequest], limits: Limits) -> None:
+    num_choices = requests[0].sampling.n
+    total = num_choices * sum(len(request.prompt_token_ids) for request in requests)
+    if total > limits.max_prompt_logprobs:
+        raise InvalidRequest(
+            f"echo with logprobs repeats the prompt's log probabilities in each choice: {total} in all; "
+            f"one call may have at most {limits.max_prompt_logprobs}: lower n ({num_choices}) or send "
+            f"fewer prompts ({len(requests)})",
+            param="n" if num_choices > 1 else "prompt",
+        )
 
 
 def _check_supported(body: CompletionBody) -> None:

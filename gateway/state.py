@@ -55,6 +55,8 @@ class Limits:
     """Prompts in one completions call."""
     max_choices: int = 256
     """Prompts times n in one call."""
+    max_prompt_logprobs: int = 1 << 17
+    """Prompt tokens times n whose log probabilities one call gets: each choice repeats its prompt's."""
     retry_after_starting_seconds: float = 2.0
 
 

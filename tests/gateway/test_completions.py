@@ -10,8 +10,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from headrace.gateway.logprobs import TextOffsets, chat_logprobs, completion_logprobs, finite
+from headrace.gateway.state import Limits
 from headrace.testing.fake_client import FakeClient
-from headrace.testing.fake_gateway import parse_events
+from headrace.testing.fake_gateway import FakeGateway, parse_events
 from headrace.types import TokenAlternative, TokenLogprobs
 
 CHAT = "/v1/chat/completions"
@@ -106,6 +107,22 @@ def test_echo_with_log_probabilities(client: TestClient) -> None:
         assert shape["token_logprobs"] == [None, -0.5, -0.5, -0.5, -0.5]
         assert shape["top_logprobs"][0] is None
         assert shape["top_logprobs"][1] == {" é": -0.5, "a": -1.5}
+
+
+@pytest.mark.parametrize(("num_prompts", "n", "param"), [(1, 8, "n"), (8, 1, "prompt")])
+def test_scores_are_bounded(num_prompts: int, n: int, param: str) -> None:
+    """One call could otherwise ask for hundreds of megabytes, which every other stream would wait for."""
+    gateway = FakeGateway(limits=Limits(max_prompt_logprobs=70))
+    body = {"prompt": [[65] * 10] * num_prompts, "n": n, "max_tokens": 1, "echo": True}
+    with TestClient(gateway.app) as client:
+        refusal = client.post(COMPLETIONS, json={**body, "logprobs": 1})
+        assert client.post(COMPLETIONS, json=body).status_code == 200
+        fewer = {"prompt": [[65] * 10], "n": 7}
+        assert client.post(COMPLETIONS, json={**body, **fewer, "logprobs": 1}).status_code == 200
+    gateway.state.observers.close()
+    error = refusal.json()["error"]
+    assert (refusal.status_code, error["param"]) == (400, param)
+    assert "80" in error["message"] and "70" in error["message"]
 
 
 @pytest.mark.parametrize("as_ids", [False, True])
