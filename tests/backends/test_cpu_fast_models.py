@@ -156,6 +156,33 @@ def test_draws_scores_and_log_probabilities(make: Make) -> None:
     np.testing.assert_allclose(result.logprobs[0], exact[best[0]] - total, atol=1e-4)
 
 
+def test_threads_that_share_a_draw_draw_the_same(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = make("qwen2", 2)
+    columns = {"temperature": [20.0] * 9, "seeds": range(9), "num_logprobs": [2] * 9}
+    step = SequenceStep(TOKENS[:20], 0, [1, 5], range(5, 14))
+    batch = batch_of(runner, step, sampling=sampling_batch(9, columns))
+    alone = run(runner, batch)
+    monkeypatch.setattr("headrace.backends.cpu.fast.sampling.SHARED_LOGITS", 1)
+    shared = run(runner, batch)
+    assert len(set(alone.token_ids.tolist())) > 3
+    np.testing.assert_array_equal(shared.token_ids, alone.token_ids)
+    np.testing.assert_array_equal(shared.top_logprobs, alone.top_logprobs)
+
+
+def test_memory_of_a_rare_large_step_is_given_back(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.backends.cpu.fast.step_memory._KEPT_BYTES", 0)
+    runner = make()
+    few = logits(runner, SequenceStep(TOKENS[:100], 0, SCATTERED[:8]))
+    many = logits(runner, SequenceStep(TOKENS[:100], 0, SCATTERED[:8], [*range(100)] * 30))
+    assert len(many) == 3000
+    np.testing.assert_array_equal(logits(runner, SequenceStep(TOKENS[:100], 0, SCATTERED[:8])), few)
+    np.testing.assert_array_equal(many[99], few[0])
+
+
 def test_a_step_without_sample_rows_gives_an_empty_result(make: Make) -> None:
     runner = make()
     step = SequenceStep(TOKENS[:20], 0, [1, 5], sample_offsets=())

@@ -57,16 +57,21 @@ class FastStepHandle:
     """A step whose forward has run. Implements headrace.interfaces.StepHandle."""
 
     def __init__(
-        self, sampler: FastSampler, logits: tuple[int, int, int], sampling: SamplingBatch
+        self,
+        sampler: FastSampler,
+        logits: tuple[int, int, int],
+        sampling: SamplingBatch,
+        num_threads: int,
     ) -> None:
         self._sampler = sampler
+        self._num_threads = num_threads
         self._logits = logits
         self._sampling = sampling
         self._result: StepResult | None = None
 
     def sample(self, masks: TokenMasks | None = None) -> None:
         assert self._result is None, "sample is called once per step"
-        self._result = self._sampler.sample(self._logits, self._sampling, masks)
+        self._result = self._sampler.sample(self._logits, self._sampling, masks, self._num_threads)
 
     def result(self) -> StepResult:
         assert self._result is not None, "sample comes before result"
@@ -94,7 +99,7 @@ class FastRunner:
         self._is_closed = False
         self._pool: FastKVPool | None = None
         self._num_blocks = 0
-        self._sampler = FastSampler()
+        self._sampler = FastSampler(settings.num_threads)
         for spec in self._groups:
             if spec.head_dim % LANES:
                 raise UnsupportedModel(f"head_dim {spec.head_dim} is not a multiple of {LANES}")
@@ -154,9 +159,9 @@ class FastRunner:
         assert not self._is_closed, "the runner is closed"
         assert self._threads is not None, "allocate comes before execute"
         self._step.describe(batch, self._sampler.drawn)
-        self._threads.run()
+        num_threads = self._threads.run()
         logits = (*self._step.logits(), self._vocab_size)
-        return FastStepHandle(self._sampler, logits, batch.sampling)
+        return FastStepHandle(self._sampler, logits, batch.sampling, num_threads)
 
     def profile(self, batch: ForwardBatch) -> dict[str, float]:
         """Run a step; return the milliseconds of core time per kind of operation, all threads together."""
@@ -205,6 +210,7 @@ class FastRunner:
         self._is_closed = True
         if self._threads is not None:
             self._threads.close()
+        self._sampler.close()
         del self._program, self._step, self._pool
 
     def _kv(self) -> FastKVPool:

@@ -1,7 +1,11 @@
-"""Draws a step's tokens with the sampling kernel, in the calling thread: torch and its threads stay asleep."""
+"""Draws a step's tokens with the sampling kernel: torch and Numba's own pool, whose threads spin, stay asleep.
+
+Large draws are shared with threads that sleep in between: a hand-over costs 0.1 ms, a row up to 0.2 ms.
+"""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,24 +17,34 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-class FastSampler:
-    """Mutable: `drawn` is what the last step gave."""
+SHARED_LOGITS = 1 << 20
+"""From this many logits on, other threads draw too."""
 
-    def __init__(self) -> None:
+
+class FastSampler:
+    """Mutable: `drawn` is what the last step gave. `close` ends its threads."""
+
+    def __init__(self, num_threads: int) -> None:
         self.drawn: NDArray[np.int32] = np.zeros(0, np.int32)
-        self._scratch = np.empty((1, 0), np.float32)
+        self._num_threads = num_threads
+        self._scratch = np.empty((num_threads, 0), np.float32)
+        self._helpers = ThreadPoolExecutor(max(1, num_threads - 1), "headrace-draw")
+
+    def close(self) -> None:
+        self._helpers.shutdown()
 
     def sample(
         self,
         logits: tuple[int, int, int],
         sampling: SamplingBatch,
         masks: TokenMasks | None,
+        num_threads: int,
     ) -> StepResult:
         """`logits`: address, bytes from row to row, and vocabulary size."""
         where, stride, vocab_size = logits
         num_rows = len(sampling.temperature)
         if self._scratch.shape[1] < 2 * vocab_size:
-            self._scratch = np.empty((1, 2 * vocab_size), np.float32)
+            self._scratch = np.empty((self._num_threads, 2 * vocab_size), np.float32)
         most = int(sampling.num_logprobs.max(initial=-1))
         token_ids = np.zeros(num_rows, np.int32)
         failed = np.zeros(num_rows, np.bool_)
@@ -38,13 +52,21 @@ class FastSampler:
         top_token_ids = np.full((num_rows, max(0, most)), -1, np.int32)
         top_logprobs = np.zeros((num_rows, max(0, most)), np.float32)
         mask_of, bits = _masks(masks, num_rows)
-        sample_share(
-            0, 1, where, stride, vocab_size, self._scratch, _floats(sampling), _ints(sampling),
+        arguments = (
+            where, stride, vocab_size, self._scratch, _floats(sampling), _ints(sampling),
             _plain(sampling.positions, np.int64), _plain(sampling.seeds, np.uint64),
             _plain(sampling.history_ids, np.int32), _plain(sampling.history_counts, np.int32),
             _plain(sampling.bias_ids, np.int32), _plain(sampling.bias_values, np.float32),
             mask_of, bits, token_ids, failed, logprobs, top_token_ids, top_logprobs,
         )  # fmt: skip
+        shares = min(num_threads, num_rows) if num_rows * vocab_size >= SHARED_LOGITS else 1
+        others = [
+            self._helpers.submit(sample_share, share, shares, *arguments)
+            for share in range(1, shares)
+        ]
+        sample_share(0, max(1, shares), *arguments)
+        for other in others:
+            other.result()
         self.drawn = token_ids
         if most < 0:
             return StepResult(token_ids, None, None, None, failed)

@@ -16,6 +16,10 @@ from headrace.types import ForwardBatch
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+_SLACK_BYTES = 64
+_KEPT_BYTES = 64 << 20
+"""A buffer up to this size is kept however little a step needs."""
+
 
 class StepMemory:
     """The parameters of a step and the memory it computes in. Mutable; buffers grow with the rows."""
@@ -99,11 +103,14 @@ class StepMemory:
         return np.array(listed[::-1], np.int64).reshape(-1, 3)
 
     def _grow(self, rows: tuple[int, int]) -> None:
+        """Make every buffer large enough; give back what one rare step (a scored prompt) left behind."""
         for number, domain in enumerate(self._program.buffer_domains):
-            needed = max(1, rows[domain]) * self._program.buffer_row_bytes[number] + 64
-            if len(self._buffers[number]) < needed:
-                self._buffers[number] = map_pages(needed + needed // 2)
-                self._addresses[number] = address(self._buffers[number])
+            needed = max(1, rows[domain]) * self._program.buffer_row_bytes[number] + _SLACK_BYTES
+            held = len(self._buffers[number])
+            if needed <= held <= max(_KEPT_BYTES, 8 * needed):
+                continue
+            self._buffers[number] = map_pages(needed + needed // 2)
+            self._addresses[number] = address(self._buffers[number])
 
     def _set_array(self, place: int, array: NDArray[Any]) -> None:
         self._keep[place] = array
