@@ -1,12 +1,14 @@
-"""uvicorn's HTTP/1.1, with a bound on a request's head, error objects for what is no HTTP, and no upgrades.
+"""uvicorn's HTTP/1.1, with bounds on what a client may send or leave, error objects, and no upgrades.
 
 The parser collects a head for as long as it comes, and drops the body of a request that offers another
 protocol, as Java's client does with every first one (`Upgrade: h2c`). Such an offer may be ignored (RFC
-9110, 7.8), so that request is parsed a second time without it.
+9110, 7.8), so that request is parsed a second time without it. And closing a connection waits for the
+client to take what was written, however long that is.
 """
 
 from __future__ import annotations
 
+from asyncio import TimerHandle
 from typing import Any
 
 import httptools
@@ -24,10 +26,13 @@ _OFFERS = (b"connection", b"upgrade", b"http2-settings")
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection."""
+    """One connection. It is cut off where the client takes nothing of an answer for `stall_timeout`."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
+    def __init__(self, *arguments: Any, stall_timeout: float, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self._stall_timeout = stall_timeout
+        self._stall_timer: TimerHandle | None = None
+        self._num_resumes = 0
         self._num_heads = 0
         self._is_head_open = False
         self._head_bytes = 0
@@ -55,6 +60,36 @@ class HttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._is_head_open = False
         super().on_headers_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._stall_timer is None:
+            self._watch_writes()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._num_resumes += 1
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+
+    def _watch_writes(self) -> None:
+        num_bytes = self.transport.get_write_buffer_size()
+        self._stall_timer = self.loop.call_later(
+            self._stall_timeout, self._check_writes, self._num_resumes, num_bytes
+        )
+
+    def _check_writes(self, num_resumes: int, num_bytes: int) -> None:
+        """Hang up where nothing was taken since the watch began; else watch on until all is taken."""
+        self._stall_timer = None
+        num_left = self.transport.get_write_buffer_size()
+        waits = self.flow.write_paused or self.transport.is_closing()
+        if waits and num_resumes == self._num_resumes and num_left >= num_bytes > 0:
+            self.transport.abort()
+        elif num_left:
+            self._watch_writes()
 
     def _should_upgrade(self) -> bool:
         """Whether the parser has skipped a body; uvicorn then leaves the request to `data_received`."""

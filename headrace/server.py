@@ -40,6 +40,8 @@ from headrace.policy_guard import AdmissionGuard
 from headrace.types import ModelCard, ServerInfo
 
 _GRACE_SECONDS = 1
+_CUT_OFF_SECONDS = 1.0
+"""A stream that stalls ends by itself, and says so in the log, before its connection is cut off."""
 _SEND_BUFFER_BYTES = 128 << 10
 """What the kernel keeps for a client that does not read. Left alone it would grow to several MB each,
 and a stream would be over before its writer felt that nobody takes it."""
@@ -137,7 +139,9 @@ class Gateway:
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                http=HttpProtocol,
+                http=functools.partial(  # type: ignore[arg-type]
+                    HttpProtocol, stall_timeout=config.gateway.stall_timeout + _CUT_OFF_SECONDS
+                ),
                 ws="none",
                 timeout_graceful_shutdown=_GRACE_SECONDS,
             )

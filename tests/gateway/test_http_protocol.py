@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -15,25 +17,55 @@ from headrace.testing.fake_gateway import FakeGateway
 
 BODY = b'{"prompt": "hi"}'
 PIECE = 8 << 10
+STALL_SECONDS = 1.0
 OFFER = (
     b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAAA\r\n"
 )
 
 
+class Served:
+    """A gateway behind uvicorn on a free port of the loopback, with little room for what nobody reads."""
+
+    def __init__(self) -> None:
+        self.gateway = FakeGateway()
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        self.port: int = self.listener.getsockname()[1]
+        http = functools.partial(HttpProtocol, stall_timeout=STALL_SECONDS)
+        config = uvicorn.Config(
+            self.gateway.app,
+            log_config=None,
+            lifespan="off",
+            ws="none",
+            http=http,  # type: ignore[arg-type]
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(
+            target=self._server.run, kwargs={"sockets": [self.listener]}, daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._server.server_state.connections)
+
+    def close(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(10)
+        self.listener.close()
+        self.gateway.state.observers.close()
+
+
 @pytest.fixture(scope="module")
-def port() -> Iterator[int]:
-    gateway = FakeGateway()
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(
-        uvicorn.Config(gateway.app, log_config=None, lifespan="off", ws="none", http=HttpProtocol)
-    )
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    yield listener.getsockname()[1]
-    server.should_exit = True
-    thread.join(10)
-    listener.close()
-    gateway.state.observers.close()
+def served() -> Iterator[Served]:
+    served = Served()
+    yield served
+    served.close()
+
+
+@pytest.fixture
+def port(served: Served) -> int:
+    return served.port
 
 
 def talk(port: int, *pieces: bytes) -> bytes:
@@ -112,3 +144,38 @@ def test_a_chunked_body_behind_an_offer(port: int) -> None:
     chunks = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
     answer = talk(port, head + b"\r\n" + chunks, completion(b""), BODY)
     assert answer.count(b"HTTP/1.1 200 ") == 2
+
+
+def ask_much(port: int) -> socket.socket:
+    """Ask for an answer of some MB and return the connection, which has room for little of it."""
+    body = json.dumps({"prompt": "x" * 500_000, "return_token_strs": True}).encode()
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.settimeout(20)
+    connection.connect(("127.0.0.1", port))
+    head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+    connection.sendall(head % len(body) + body)
+    return connection
+
+
+def test_a_client_that_takes_nothing_is_cut_off(served: Served) -> None:
+    """An answer in one piece too: its bytes and its connection would be kept as long as the client likes."""
+    with ask_much(served.port) as connection:
+        connection.recv(1)
+        deadline = time.monotonic() + 20
+        while served.num_connections and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert served.num_connections == 0
+
+
+def test_a_client_that_takes_a_little_at_a_time_gets_all(served: Served) -> None:
+    answer = b""
+    with ask_much(served.port) as connection:
+        for _ in range(int(2 * STALL_SECONDS / 0.2)):
+            answer += connection.recv(1 << 16)
+            time.sleep(0.2)
+        while data := connection.recv(1 << 16):
+            answer += data
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"content-length: %d" % len(body) in head
+    assert json.loads(body)["count"] == 500_000
