@@ -157,3 +157,20 @@ def test_every_level_computes_the_same_model_without_torch(smollm2_gguf: Path) -
         assert (kind, chosen, has_torch) == ("FastRunner", level, False)
         np.testing.assert_allclose(rows, expected, atol=1e-3)
         assert tokens == drawn
+
+
+@pytest.mark.parametrize(
+    "level", capability.LEVELS[capability.LEVELS.index(capability.level()) + 1 : -1]
+)
+def test_operations_are_right_at_lower_levels(level: str) -> None:
+    """The operations' own tests, in a process whose kernels are of that level."""
+    tests = Path(__file__).with_name("test_cpu_fast_ops.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", str(tests)],
+        env={**os.environ, capability.VARIABLE: level},
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == 0, done.stdout[-3000:]

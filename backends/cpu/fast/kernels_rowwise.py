@@ -142,6 +142,8 @@ def quantize_row(e: Any, x: Any, groups: Any, out: Any) -> None:
             code = builder.fptosi(e.round(builder.fmul(value, inverse)), INTS)
             high = builder.ashr(builder.add(code, e.fill(128, INTS)), e.fill(8, INTS))
             low = builder.sub(code, builder.shl(high, e.fill(8, INTS)))
+            low = e.call("llvm.smax.v16i32", INTS, low, e.fill(-127, INTS))  # -128 has no negative
+            code = builder.add(builder.shl(high, e.fill(8, INTS)), low)
             e.store(builder.trunc(high, BYTES), target, LANES * half)
             e.store(builder.trunc(low, BYTES), target, GROUP + LANES * half)
             sums.append(e.sum_int_lanes(code))
