@@ -14,9 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from headrace.types.units import Bounds, Unit, parse_duration, parse_size
+from headrace.types.units import Bounds, Unit, format_duration, parse_duration, parse_size
 
 _INTEGER = re.compile(r"[+-]?\d+(_\d+)*")
+_LARGEST = 2**63 - 1
 _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 _WORDS_OF_TEXT = _WORDS | {"1": True, "0": False}
 
@@ -39,16 +40,17 @@ def describe(hint: Any) -> str:
     """Return in words what a field of this type takes, such as "a whole number of at least 1"."""
     hint, marks = _unpack(hint)
     unit = next((mark.kind for mark in marks if isinstance(mark, Unit)), None)
+    bounds = next((mark for mark in marks if isinstance(mark, Bounds)), Bounds())
     if unit == "size":
         return "a size such as 2GiB"
     if unit == "duration":
-        return "a duration such as 500ms"
+        least = f" of at least {format_duration(bounds.low)}" if bounds.low is not None else ""
+        return f"a duration{least} such as 500ms"
     if typing.get_origin(hint) is Literal:
         choices = [str(choice) for choice in typing.get_args(hint)]
         return f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]
     if _is_union(hint):
         return " or ".join(describe(member) for member in typing.get_args(hint))
-    bounds = next((mark for mark in marks if isinstance(mark, Bounds)), Bounds())
     words = {
         int: "a whole number",
         float: "a number",
@@ -78,7 +80,7 @@ def convert(value: Value, hint: Any) -> Any:
         return _convert_union(value, hint)
     for mark in marks:
         if isinstance(mark, Unit):
-            return _convert_quantity(value, hint, mark)
+            return _bounded(_convert_quantity(value, hint, mark), value, declared)
     if typing.get_origin(hint) is Literal:
         return _convert_literal(value, hint)
     origin = typing.get_origin(hint) or hint
@@ -86,11 +88,7 @@ def convert(value: Value, hint: Any) -> Any:
         return _convert_list(value, hint, origin)
     if origin in (dict, Mapping):
         return _convert_table(value, hint)
-    converted = _convert_scalar(value, hint, declared)
-    for mark in marks:
-        if isinstance(mark, Bounds) and not _inside(converted, mark):
-            raise _refuse(value, declared)
-    return converted
+    return _bounded(_convert_scalar(value, hint, declared), value, declared)
 
 
 def show(value: Any) -> str:
@@ -127,6 +125,13 @@ def _describe_bounds(bounds: Bounds) -> str:
     return f" of at most {high:g}" if high is not None else ""
 
 
+def _bounded(converted: Any, value: Value, declared: Any) -> Any:
+    for mark in _unpack(declared)[1]:
+        if isinstance(mark, Bounds) and not _inside(converted, mark):
+            raise _refuse(value, declared)
+    return converted
+
+
 def _inside(number: float, bounds: Bounds) -> bool:
     low = -math.inf if bounds.low is None else bounds.low
     high = math.inf if bounds.high is None else bounds.high
@@ -160,16 +165,17 @@ def _convert_quantity(value: Value, hint: Any, unit: Unit) -> Any:
     marked = typing.Annotated[hint, unit]
     if isinstance(given, str):
         try:
-            return parse_size(given) if unit.kind == "size" else parse_duration(given)
+            parsed = parse_size(given) if unit.kind == "size" else parse_duration(given)
         except ValueError as error:
             raise ValueError(f"must be {error}, got {show(given)}") from None
+        return _fitting(parsed, value)
     is_number = isinstance(given, (int, float)) and not isinstance(given, bool)
     if not is_number or given < 0 or not math.isfinite(given):
         raise _refuse(value, marked)
     if unit.kind == "size":
         if isinstance(given, float):
             raise _refuse(value, marked)
-        return given
+        return _fitting(given, value)
     if value.form != "native" and given != 0:
         raise _refuse(value, marked, f"; say the unit, such as {given}s or {given}ms")
     return float(given)
@@ -205,7 +211,7 @@ def _convert_number(value: Value, hint: Any, declared: Any) -> Any:
     given = value.value
     if isinstance(given, str):
         if hint is int and value.form == "text" and _INTEGER.fullmatch(given):
-            return int(given)
+            given = _integer(value)
         if hint is float:
             try:
                 given = float(given)
@@ -216,10 +222,24 @@ def _convert_number(value: Value, hint: Any, declared: Any) -> Any:
     if hint is int:
         if isinstance(given, float):
             raise _refuse(value, declared)
-        return given
+        return _fitting(given, value)
     if not math.isfinite(given):
         raise ValueError(f"must be a finite number, got {given}")
     return float(given)
+
+
+def _integer(value: Value) -> int:
+    try:
+        return int(value.value)
+    except ValueError:  # thousands of digits, which Python does not turn into a number
+        raise ValueError(f"must fit 64 bits, got {show(value.value)}") from None
+
+
+def _fitting(number: float, value: Value) -> Any:
+    """Return a number that every process can be sent; ValueError for one beyond 64 bits."""
+    if not -_LARGEST <= number <= _LARGEST:
+        raise ValueError(f"must fit 64 bits, got {show(value.value)}")
+    return number
 
 
 def _convert_list(value: Value, hint: Any, origin: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from headrace.errors import ConfigError
-from headrace.plugins.values import Value
+from headrace.plugins.values import Value, show
 
 _PLAIN_TAGS = frozenset(
     f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str")
@@ -182,7 +182,7 @@ class _Composer:
             value: Hashable = self._scalars.construct_object(source)
         except (ValueError, KeyError, yaml.YAMLError):
             raise config_error(
-                origin, key, f"{source.value!r} is not a {source.tag[18:]}"
+                origin, key, f"{show(source.value)} is not a {source.tag[18:]}"
             ) from None
         return value
 

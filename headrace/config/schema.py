@@ -12,10 +12,12 @@ from typing import Annotated, Any, Literal, Self
 
 import msgspec
 
-from headrace.types.units import Bounds, Bytes, Seconds
+from headrace.types.units import Bounds, Bytes, Unit
 
 Auto = Literal["auto"]
 Count = Annotated[int, Bounds(1, None)]
+Pause = Annotated[float, Unit("duration"), Bounds(0.01, None)]
+"""Shorter, and the event loop would do nothing but wait for it."""
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -47,9 +49,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Port to listen on; 0 takes a free one."""
     max_body_bytes: Bytes = 16 << 20
     """Larger request bodies are refused with 413."""
-    keepalive_interval: Seconds = 10.0
+    keepalive_interval: Pause = 10.0
     """A comment line goes to a streaming client at this interval while there is no token."""
-    stall_timeout: Seconds = 60.0
+    stall_timeout: Pause = 60.0
     """A request whose client reads nothing for so long is aborted."""
 
 

@@ -22,7 +22,7 @@ _DURATION_UNITS = {
     "h": 3600.0,
     "d": 86400.0,
 }
-_QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+_QUANTITY = re.compile(r"\s*([0-9]{1,309}(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ def parse_size(text: str) -> int:
         raise ValueError(
             "a size: bytes, or a number with KB, MB, GB, KiB, MiB or GiB, such as 2GiB"
         )
-    size = float(match[1]) * _SIZE_UNITS[unit]
+    size = decimal.Decimal(match[1]) * _SIZE_UNITS[unit]
     if "." not in match[1]:
         return int(match[1]) * _SIZE_UNITS[unit]
     return int(size)

@@ -54,6 +54,18 @@ def test_check_config_prints_everything_with_its_origin(  # type: ignore[no-unty
         (["--set", "gateway.stall_timeout=10"], "must be a duration"),
         (["--set", "gateway.port"], "write KEY=VALUE"),
         (["--set", "models=[{"], "not valid YAML"),
+        (["--set", "gateway.keepalive_interval=0s"], "must be a duration of at least 10ms"),
+        (["--set", "gateway.stall_timeout=1us"], "must be a duration of at least 10ms"),
+        (["--set", f"gateway.max_body_bytes={2**63}"], "must fit 64 bits, got"),
+        (["--set", f"gateway.port={'9' * 5000}"], "must fit 64 bits, got"),
+        (["--set", f"gateway.max_body_bytes={'9' * 5000}"], "must be a size"),
+        (["--set", f"gateway.max_body_bytes={'9' * 400}.5TB"], "must be a size"),
+        (["--set", f"gateway.stall_timeout={'9' * 400}s"], "must be a duration"),
+        (
+            ["--set", f"models=[{{engine: {{max_model_len: {'9' * 30}}}}}]"],
+            "max_model_len: must be",
+        ),
+        (["--set", f"models=[{{engine: {{max_model_len: {'9' * 5000}}}}}]"], "... is not a int"),
         (
             ["--set", "models.\u00b2.name=x"],
             "command line, key models: must be a list, got a table",
