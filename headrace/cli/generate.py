@@ -26,7 +26,9 @@ def generate(
     from headrace.llm import LLM
     from headrace.logs import configure_logging
 
-    configure_logging(loaded.config.logging.format, loaded.config.logging.level)  # not among the text
+    configure_logging(
+        loaded.config.logging.format, loaded.config.logging.level
+    )  # not among the text
     with stage_progress() as report:
         llm = LLM.from_config(loaded.config, report=report)
     with llm:
