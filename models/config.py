@@ -96,6 +96,20 @@ _GEMMA3_DEFAULTS: Mapping[str, Any] = MappingProxyType(
 """What Gemma 3's published config.json files leave out."""
 
 
+MAX_LAYERS = 10_000
+"""More layers than any model has: a damaged file, refused before anything is made per layer."""
+
+
+def _refuse_quantization(table: Any) -> None:
+    """Refuse weights packed by a method of their own: their tensors would be misread or not found."""
+    if table:
+        method = table.get("quant_method", "unnamed") if isinstance(table, Mapping) else table
+        raise ModelError(
+            f"config.json: quantization_config has quant_method {method!r}, which is not read; "
+            "use the model's plain checkpoint, or a GGUF file of it"
+        )
+
+
 def config_from_json(data: Mapping[str, Any]) -> ModelConfig:
     """Normalize the contents of a config.json; raises ModelError naming the key that is wrong."""
     table = _text_table(data)
@@ -105,8 +119,13 @@ def config_from_json(data: Mapping[str, Any]) -> ModelConfig:
     is_gemma = model_type == "gemma3_text"
     if is_gemma:
         table = {**_GEMMA3_DEFAULTS, **table}
+    _refuse_quantization(data.get("quantization_config") or table.get("quantization_config"))
     hidden_size = _positive(table, "hidden_size")
     num_layers = _positive(table, "num_hidden_layers")
+    if num_layers > MAX_LAYERS:
+        raise ModelError(
+            f"config.json: num_hidden_layers is {num_layers:,}, at most {MAX_LAYERS:,}"
+        )
     num_heads = _positive(table, "num_attention_heads")
     num_kv_heads = _positive(table, "num_key_value_heads", num_heads)
     head_dim = _positive(table, "head_dim", hidden_size // num_heads)

@@ -76,10 +76,7 @@ class Registry:
         if not isinstance(target, ClassReference):
             check_class(LABELS[self.kind], self._protocol, target, f"plugin {origin}")
         entry = Entry(target.name, target, origin)
-        if not isinstance(entry.name, str) or not _NAME.fullmatch(entry.name):
-            raise PluginError(
-                f"{entry.describe()}: `name` must be letters, digits, `_`, `-` or `.`, got {entry.name!r}"
-            )
+        _check_name(entry.describe(), entry.name)
         if entry.name in self._entries:
             raise PluginError(
                 f"two classes for {self.kind} are named '{entry.name}': "
@@ -151,6 +148,7 @@ class Registries:
             return registry.get(use)
         cls = load_class(use, base_dir)
         check_class(LABELS[kind], KINDS[kind], cls, use)
+        _check_name(use, cls.name)
         return cls
 
     def create(
@@ -169,6 +167,12 @@ class Registries:
             raise PluginError(
                 f"{LABELS[kind]} '{use}' cannot be built: {type(error).__name__}: {error}"
             ) from error
+
+
+def _check_name(where: str, name: object) -> None:
+    """Logs, metrics and the configuration tell policies apart by name: it must be one."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise PluginError(f"{where}: `name` must be letters, digits, `_`, `-` or `.`, got {name!r}")
 
 
 def _registered(

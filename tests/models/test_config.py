@@ -216,6 +216,11 @@ def test_defaults_that_files_leave_out() -> None:
         ({"hidden_size": ...}, "hidden_size must be a whole number above 0, got None"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be a whole number above 0, got 0"),
         ({"vocab_size": "x"}, "vocab_size must be a whole number above 0, got 'x'"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1,000,000,000, at most"),
+        (
+            {"quantization_config": {"quant_method": "gptq"}},
+            "quant_method 'gptq', which is not read",
+        ),
         ({"num_key_value_heads": 3}, "4 query heads cannot share 3"),
         ({"rms_norm_eps": "x"}, "rms_norm_eps must be a number of at least 0, got 'x'"),
         ({"rope_theta": [1]}, "rope_theta must be a number of at least 0"),

@@ -86,6 +86,8 @@ def test_a_changed_file_is_loaded_anew_beside_the_old_one(tmp_path: pathlib.Path
         ),
         ("class Last: pass\n", "last.py:Last", "has no class attribute `name`"),
         ("class Last:\n    name = 'last'\n", "last.py:Last", "lacks choose"),
+        (SOURCE.replace('"last"', '""'), "last.py:Last", "`name` must be letters"),
+        (SOURCE.replace('"last"', "3"), "last.py:Last", "`name` must be letters.*got 3"),
     ],
 )
 def test_what_is_wrong_with_a_script_is_said(

@@ -6,10 +6,11 @@ Large draws are shared with threads that sleep in between: a hand-over costs 0.1
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from headrace.backends.cpu.draw import Draw
 from headrace.backends.cpu.kernels_sampling import sample_share
 from headrace.types import SamplingBatch, StepResult, TokenMasks
 
@@ -41,65 +42,18 @@ class FastSampler:
         num_threads: int,
     ) -> StepResult:
         """`logits`: address, bytes from row to row, and vocabulary size."""
-        where, stride, vocab_size = logits
+        vocab_size = logits[2]
         num_rows = len(sampling.temperature)
         if self._scratch.shape[1] < 2 * vocab_size:
             self._scratch = np.empty((self._num_threads, 2 * vocab_size), np.float32)
-        most = int(sampling.num_logprobs.max(initial=-1))
-        token_ids = np.zeros(num_rows, np.int32)
-        failed = np.zeros(num_rows, np.bool_)
-        logprobs = np.zeros(num_rows, np.float32)
-        top_token_ids = np.full((num_rows, max(0, most)), -1, np.int32)
-        top_logprobs = np.zeros((num_rows, max(0, most)), np.float32)
-        mask_of, bits = _masks(masks, num_rows)
-        arguments = (
-            where, stride, vocab_size, self._scratch, _floats(sampling), _ints(sampling),
-            _plain(sampling.positions, np.int64), _plain(sampling.seeds, np.uint64),
-            _plain(sampling.history_ids, np.int32), _plain(sampling.history_counts, np.int32),
-            _plain(sampling.bias_ids, np.int32), _plain(sampling.bias_values, np.float32),
-            mask_of, bits, token_ids, failed, logprobs, top_token_ids, top_logprobs,
-        )  # fmt: skip
+        draw = Draw(logits, self._scratch, sampling, masks)
         shares = min(num_threads, num_rows) if num_rows * vocab_size >= SHARED_LOGITS else 1
         others = [
-            self._helpers.submit(sample_share, share, shares, *arguments)
+            self._helpers.submit(sample_share, share, shares, *draw.arguments)
             for share in range(1, shares)
         ]
-        sample_share(0, max(1, shares), *arguments)
+        sample_share(0, max(1, shares), *draw.arguments)
         for other in others:
             other.result()
-        self.drawn = token_ids
-        if most < 0:
-            return StepResult(token_ids, None, None, None, failed)
-        return StepResult(token_ids, logprobs, top_token_ids, top_logprobs, failed)
-
-
-def _floats(sampling: SamplingBatch) -> NDArray[np.float32]:
-    columns = (
-        sampling.temperature, sampling.top_p, sampling.min_p, sampling.presence_penalty,
-        sampling.frequency_penalty, sampling.repetition_penalty,
-    )  # fmt: skip
-    return np.stack(columns, axis=1).astype(np.float32, copy=False)
-
-
-def _ints(sampling: SamplingBatch) -> NDArray[np.int32]:
-    columns = (
-        sampling.top_k, sampling.num_logprobs, sampling.score_token_ids,
-        sampling.history_starts[:-1], sampling.history_starts[1:],
-        sampling.bias_starts[:-1], sampling.bias_starts[1:],
-    )  # fmt: skip
-    return np.stack(columns, axis=1).astype(np.int32, copy=False)
-
-
-def _masks(masks: TokenMasks | None, num_rows: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Return which mask each row has (-1: none) and the masks, one at least."""
-    mask_of = np.full(num_rows, -1, np.int32)
-    if masks is None or len(masks.rows) == 0:
-        return mask_of, np.zeros((1, 1), np.int32)
-    mask_of[masks.rows] = np.arange(len(masks.rows))
-    return mask_of, _plain(masks.bits, np.int32)
-
-
-def _plain(array: NDArray[Any], dtype: type[np.generic]) -> NDArray[Any]:
-    """Contiguous and writable: other kinds of arrays would each compile the kernel again."""
-    plain = np.ascontiguousarray(array, dtype)
-    return plain if plain.flags.writeable else plain.copy()
+        self.drawn = draw.token_ids
+        return draw.result()
