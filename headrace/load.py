@@ -119,7 +119,10 @@ async def run_load(plan: LoadPlan, report: Callable[[int], None] = lambda done: 
     """Send the plan's requests and return the figures. `report` is told how many have finished."""
     prompts = make_prompts(plan)
     outcomes = [RequestOutcome() for _ in prompts]
-    headers = {"Authorization": f"Bearer {plan.api_key}"} if plan.api_key else {}
+    # A connection a request: some servers end kept-alive ones while the next request is on its way.
+    headers = {"Connection": "close"}
+    if plan.api_key:
+        headers["Authorization"] = f"Bearer {plan.api_key}"
     queue = iter(range(len(prompts)))
     finished = 0
 
