@@ -226,16 +226,17 @@ class TestObservers:
 
     def test_one_that_never_returns_keeps_nobody_from_leaving(self) -> None:
         release = threading.Event()
+        before = set(threading.enumerate())
         observers = Observers([lambda *, summary: release.wait(60)])
         observers.request_finished(self.SUMMARY)
         with structlog.testing.capture_logs() as logs:
             observers.close(timeout_seconds=0.01)
         assert [entry.get("untold") for entry in logs] == [1]
-        blocked = [t for t in threading.enumerate() if t.name == "headrace-observers"]
-        assert blocked and all(thread.daemon for thread in blocked)
+        (blocked,) = set(threading.enumerate()) - before
+        assert blocked.name == "headrace-observers" and blocked.daemon
         release.set()
-        for thread in blocked:
-            thread.join(10)
+        blocked.join(10)
+        assert not blocked.is_alive()
 
     def test_one_that_exits_ends_only_its_own_call(self) -> None:
         calls: list[str] = []
