@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 from starlette.types import Receive, Scope, Send
 
 from headrace.errors import InvalidRequest, shown
@@ -22,6 +23,18 @@ from headrace.gateway.openai_schema import (
 from headrace.gateway.readiness import check_any_ready
 from headrace.gateway.state import GatewayState, Limits
 
+BodyT = TypeVar("BodyT", TokenizeBody, DetokenizeBody)
+
+
+async def read_call(
+    state: GatewayState, scope: Scope, receive: Receive, decoder: msgspec.json.Decoder[BodyT]
+) -> tuple[BodyT, TargetModel, int]:
+    """Return the body, the model it asks for, and the bytes it had. Raises the refusal."""
+    check_any_ready(state)
+    raw = await read_body(scope, receive, state.config.gateway.max_body_bytes)
+    body = decode_body(raw, decoder)
+    return body, await find_target(state, body.model), len(raw)
+
 
 @dataclass(frozen=True, slots=True)
 class Tokenize:
@@ -31,12 +44,9 @@ class Tokenize:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = self.state
-        check_any_ready(state)
-        raw = await read_body(scope, receive, state.config.gateway.max_body_bytes)
-        body = decode_body(raw, TOKENIZE_DECODER)
-        target = await find_target(state, body.model)
+        body, target, num_bytes = await read_call(state, scope, receive, TOKENIZE_DECODER)
         answer = await state.texts.run(
-            lambda: tokenize(body, target, state.limits), num_bytes=len(raw)
+            lambda: tokenize(body, target, state.limits), num_bytes=num_bytes
         )
         await JSONBytes(answer)(scope, receive, send)
 
@@ -49,11 +59,8 @@ class Detokenize:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = self.state
-        check_any_ready(state)
-        raw = await read_body(scope, receive, state.config.gateway.max_body_bytes)
-        body = decode_body(raw, DETOKENIZE_DECODER)
-        target = await find_target(state, body.model)
-        answer = await state.texts.run(lambda: detokenize(body, target), num_bytes=len(raw))
+        body, target, num_bytes = await read_call(state, scope, receive, DETOKENIZE_DECODER)
+        answer = await state.texts.run(lambda: detokenize(body, target), num_bytes=num_bytes)
         await JSONBytes(answer)(scope, receive, send)
 
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import functools
 import json
 import socket
-import threading
 import time
 from collections.abc import Iterator
 
 import pytest
-import uvicorn
+from gateway_server import Served
 
 from headrace.gateway.http_protocol import MAX_HEAD_BYTES, HttpProtocol
-from headrace.testing.fake_gateway import FakeGateway
 
 BODY = b'{"prompt": "hi"}'
 PIECE = 8 << 10
@@ -23,42 +21,10 @@ OFFER = (
 )
 
 
-class Served:
-    """A gateway behind uvicorn on a free port of the loopback, with little room for what nobody reads."""
-
-    def __init__(self) -> None:
-        self.gateway = FakeGateway()
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        self.port: int = self.listener.getsockname()[1]
-        http = functools.partial(HttpProtocol, stall_timeout=STALL_SECONDS)
-        config = uvicorn.Config(
-            self.gateway.app,
-            log_config=None,
-            lifespan="off",
-            ws="none",
-            http=http,  # type: ignore[arg-type]
-        )
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(
-            target=self._server.run, kwargs={"sockets": [self.listener]}, daemon=True
-        )
-        self._thread.start()
-
-    @property
-    def num_connections(self) -> int:
-        return len(self._server.server_state.connections)
-
-    def close(self) -> None:
-        self._server.should_exit = True
-        self._thread.join(10)
-        self.listener.close()
-        self.gateway.state.observers.close()
-
-
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    served = Served()
+    http = functools.partial(HttpProtocol, stall_timeout=STALL_SECONDS)
+    served = Served(send_bytes=4096, ws="none", http=http)
     yield served
     served.close()
 

@@ -4,44 +4,23 @@ from __future__ import annotations
 
 import http.client
 import json
-import socket
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
-import uvicorn
+from gateway_server import Served
 
 from headrace.errors import RateLimited, Unavailable
-from headrace.testing.fake_gateway import FakeGateway, parse_events
+from headrace.testing.fake_gateway import parse_events
 
 USER: list[Any] = [{"role": "user", "content": "hi"}]
 
 
-class Served:
-    """A gateway behind uvicorn on a free port of the loopback."""
-
-    def __init__(self) -> None:
-        self.gateway = FakeGateway()
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self.listener.getsockname()[1]
-        config = uvicorn.Config(self.gateway.app, log_config=None, lifespan="off")
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(
-            target=self._server.run, kwargs={"sockets": [self.listener]}, daemon=True
-        )
-        self._thread.start()
-
-    def client(self, **options: Any) -> openai.OpenAI:
-        url = f"http://127.0.0.1:{self.port}/v1"
-        return openai.OpenAI(base_url=url, api_key="none", max_retries=0, **options)
-
-    def close(self) -> None:
-        self._server.should_exit = True
-        self._thread.join(10)
-        self.listener.close()
-        self.gateway.state.observers.close()
+def client(served: Served, **options: Any) -> openai.OpenAI:
+    url = f"http://127.0.0.1:{served.port}/v1"
+    return openai.OpenAI(base_url=url, api_key="none", max_retries=0, **options)
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +42,8 @@ def served(server: Served) -> Iterator[Served]:
 
 @pytest.fixture
 def sdk(served: Served) -> Iterator[openai.OpenAI]:
-    with served.client() as client:
-        yield client
+    with client(served) as opened:
+        yield opened
 
 
 def test_chat(sdk: openai.OpenAI) -> None:
@@ -165,7 +144,7 @@ def test_leaving_a_stream_aborts(served: Served, sdk: openai.OpenAI) -> None:
     ) as stream:
         next(iter(stream))
     with pytest.raises(openai.APITimeoutError):
-        served.client(timeout=0.1).chat.completions.create(
+        client(served, timeout=0.1).chat.completions.create(
             model="tiny", messages=USER, max_tokens=200
         )
     for _ in range(400):

@@ -23,7 +23,7 @@ LANES = 16
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F16, F32, VOID = ir.HalfType(), ir.FloatType(), ir.VoidType()
 FLOATS, INTS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
-HALVES, SHORTS, BYTES = (ir.VectorType(kind, LANES) for kind in (F16, I16, I8))
+HALVES, BYTES = ir.VectorType(F16, LANES), ir.VectorType(I8, LANES)
 LEVEL = capability.level()
 DOT_SHIFTS_SIGNED = capability.AVX2 != LEVEL
 """Whether `Emitter.dot` of codes w + 128 gives sum((w + 128) * x), so that 128 * sum(x) must come off."""
@@ -253,11 +253,6 @@ def atomic_add(e: Any, address: Any, value: Any) -> Any:
 @routine("int")
 def atomic_load(e: Any, address: Any) -> Any:
     return e.builder.load_atomic(e.pointer(address, I64), "seq_cst", 8)
-
-
-@routine()
-def atomic_store(e: Any, address: Any, value: Any) -> None:
-    e.builder.store_atomic(value, e.pointer(address, I64), "seq_cst", 8)
 
 
 @routine()

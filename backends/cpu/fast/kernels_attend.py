@@ -192,12 +192,6 @@ def weigh_scores(
 
 
 @fast_kernel
-def queries_per_item(ratio):  # type: ignore[no-untyped-def]
-    """How many queries of a sequence make one item."""
-    return max(1, MAX_VECTORS // ratio)
-
-
-@fast_kernel
 def attend_item(  # type: ignore[no-untyped-def]
     q, q_stride, out, out_stride, keys, values, table_at, blocks_per_page, kv_len, num_queries,
     first_query, count, kv_head, num_kv_heads, ratio, head_dim, scale, softcap, window, scratch,
