@@ -12,6 +12,7 @@ import msgspec
 
 from headrace.errors import InvalidRequest
 from headrace.gateway.answer import AnswerFormat
+from headrace.gateway.identity import ANONYMOUS, Identity
 from headrace.gateway.openai_schema import GenerationBody, ServiceObjective
 from headrace.gateway.sampling import TokenRule, resolve_max_tokens
 from headrace.gateway.state import Limits
@@ -25,7 +26,7 @@ class Caller:
 
     request_id: str
     arrival_time: float
-    tenant: str = ""
+    identity: Identity = ANONYMOUS
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,7 @@ def build_requests(
 ) -> tuple[GenerationRequest, ...]:
     """Return one request per prompt; each gets an id of our own, whatever ids clients send."""
     objective = body.slo or ServiceObjective()
+    identity = caller.identity
     requests: list[GenerationRequest] = []
     for index, token_ids in enumerate(prompts):
         max_tokens = resolve_max_tokens(rule, num_prompt_tokens=len(token_ids), card=card)
@@ -82,12 +84,12 @@ def build_requests(
             model=card.name,
             prompt_token_ids=token_ids,
             sampling=msgspec.structs.replace(sampling, max_tokens=max_tokens),
-            tenant=caller.tenant,
-            priority=body.priority or 0,
+            tenant=identity.tenant,
+            priority=identity.priority_of(body.priority),
             arrival_time=caller.arrival_time,
             ttft_target_seconds=_seconds(objective.ttft_ms),
             tpot_target_seconds=_seconds(objective.tpot_ms),
-            cache_salt=body.cache_salt or "",
+            cache_salt=identity.salt_with(body.cache_salt or ""),
         )
         check_token_ids(request, card.vocab_size)
         requests.append(request)

@@ -23,6 +23,7 @@ from headrace.gateway.answer import ENDED_WELL, Answer
 from headrace.gateway.call import Call, Caller, TargetModel
 from headrace.gateway.dispatch import admission_view, find_target, pass_gate, run_requests
 from headrace.gateway.errors import JSONBytes, error_info, error_object, error_response
+from headrace.gateway.identity import identity_of
 from headrace.gateway.json_body import content_length, decode_body, read_body
 from headrace.gateway.middleware import request_ids
 from headrace.gateway.openai_schema import GenerationBody
@@ -78,16 +79,23 @@ class GenerationEndpoint(Generic[Body]):
     ) -> None:
         state = self.state
         check_any_ready(state)
-        arrival = TicketView(stage="arrival", num_body_bytes=content_length(scope))
+        arrival = TicketView(
+            stage="arrival",
+            tenant=identity_of(scope).tenant,
+            num_body_bytes=content_length(scope),
+        )
         await pass_gate(state, ticket, arrival)
         raw = await read_body(scope, receive, state.config.gateway.max_body_bytes)
-        await until_disconnected(receive, lambda: self._answer(record, ticket, raw, send))
+        caller = Caller(record.request_id, record.started_at, identity_of(scope))
+        await until_disconnected(receive, lambda: self._answer(record, ticket, caller, raw, send))
 
-    async def _answer(self, record: RequestRecord, ticket: Ticket, raw: bytes, send: Send) -> None:
+    async def _answer(
+        self, record: RequestRecord, ticket: Ticket, caller: Caller, raw: bytes, send: Send
+    ) -> None:
         state = self.state
         body = decode_body(raw, self.decoder)
         target = await find_target(state, body.model)
-        caller = Caller(request_id=record.request_id, arrival_time=record.started_at)
+        caller.identity.check_model(target.card.name)
         call = await state.texts.run(
             lambda: self.build(body, caller, target, state.limits), num_bytes=len(raw)
         )

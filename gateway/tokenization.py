@@ -13,6 +13,7 @@ from headrace.gateway.call import TargetModel
 from headrace.gateway.chat import chat_token_ids
 from headrace.gateway.dispatch import find_target
 from headrace.gateway.errors import JSONBytes
+from headrace.gateway.identity import identity_of
 from headrace.gateway.json_body import decode_body, read_body
 from headrace.gateway.openai_schema import (
     DETOKENIZE_DECODER,
@@ -33,7 +34,9 @@ async def read_call(
     check_any_ready(state)
     raw = await read_body(scope, receive, state.config.gateway.max_body_bytes)
     body = decode_body(raw, decoder)
-    return body, await find_target(state, body.model), len(raw)
+    target = await find_target(state, body.model)
+    identity_of(scope).check_model(target.card.name)
+    return body, target, len(raw)
 
 
 @dataclass(frozen=True, slots=True)

@@ -370,7 +370,7 @@ def test_every_field_reaches_the_engine(client: TestClient, engine: FakeClient, 
     assert (sampling.stop, sampling.stop_token_ids) == (("END",), (3,))
     assert (sampling.seed, sampling.n, sampling.ignore_eos) == (2**63, 2, True)
     assert (sampling.min_tokens, sampling.max_tokens) == (1, 9)
-    assert (request.priority, request.cache_salt) == (-3, "salt")
+    assert (request.priority, request.cache_salt) == (-3, "0:salt")
     assert (request.ttft_target_seconds, request.tpot_target_seconds) == (0.5, 0.0505)
 
 
