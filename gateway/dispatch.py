@@ -1,4 +1,4 @@
-"""From a valid call to running streams: the model, the gate, the replica, the engine."""
+"""From a valid call to running streams: the model, the replica, the engine."""
 
 from __future__ import annotations
 
@@ -7,20 +7,12 @@ from contextlib import AsyncExitStack
 
 import anyio
 
-from headrace.gateway.admission import Ticket
-from headrace.gateway.call import Call, TargetModel
+from headrace.gateway.call import TargetModel
 from headrace.gateway.readiness import require_card
 from headrace.gateway.state import GatewayState
 from headrace.gateway.tasks import first_error
-from headrace.types import (
-    AdmissionView,
-    GenerationRequest,
-    RoutingRequest,
-    TicketView,
-    TokenEvent,
-)
+from headrace.types import GenerationRequest, RoutingRequest, TokenEvent
 
-_ASK_AGAIN_SECONDS = 0.02
 TakeEvents = Callable[[int, list[TokenEvent]], Awaitable[None]]
 """(index of the prompt, its news)."""
 
@@ -29,33 +21,6 @@ async def find_target(state: GatewayState, model: str | None) -> TargetModel:
     """Return the model a body names (None: the only one), with its text side built."""
     card = require_card(state.router.resolve(model), state)
     return TargetModel(card, await state.texts.get(card))
-
-
-async def pass_gate(state: GatewayState, ticket: Ticket, view: TicketView) -> None:
-    """Wait until every admission policy lets the ticket in. Raises the refusal."""
-    while True:
-        load = AdmissionView(
-            replicas=state.router.views(view.model),
-            queued_requests=state.admission.num_waiting,
-        )
-        if state.admission.judge(ticket, view, load, state.clock.now()):
-            return
-        await anyio.sleep(_ASK_AGAIN_SECONDS)
-
-
-def admission_view(call: Call, num_body_bytes: int) -> TicketView:
-    """Return what the second judgement may know."""
-    requests = call.requests
-    return TicketView(
-        stage="parsed",
-        tenant=requests[0].tenant,
-        num_body_bytes=num_body_bytes,
-        model=call.card.name,
-        num_prompt_tokens=sum(len(request.prompt_token_ids) for request in requests),
-        max_output_tokens=call.num_choices
-        * sum(each.sampling.max_tokens or 0 for each in requests),
-        num_choices=len(requests) * call.num_choices,
-    )
 
 
 async def run_requests(

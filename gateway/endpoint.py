@@ -21,7 +21,8 @@ from headrace.gateway.accounting import RequestRecord
 from headrace.gateway.admission import Ticket
 from headrace.gateway.answer import ENDED_WELL, Answer
 from headrace.gateway.call import Call, Caller, TargetModel
-from headrace.gateway.dispatch import admission_view, find_target, pass_gate, run_requests
+from headrace.gateway.dispatch import find_target, run_requests
+from headrace.gateway.entrance import admission_view, pass_gate
 from headrace.gateway.errors import JSONBytes, error_info, error_object, error_response
 from headrace.gateway.identity import identity_of
 from headrace.gateway.json_body import content_length, decode_body, read_body
