@@ -65,7 +65,7 @@ def describe(hint: Any) -> str:
     if origin in (tuple, list, frozenset, Sequence):
         arguments = [a for a in typing.get_args(hint) if a is not Ellipsis]
         return f"a list, each entry {describe(arguments[0])}" if arguments else "a list"
-    if origin in (dict, Mapping):
+    if origin in (dict, Mapping) or hasattr(origin, "__struct_fields__"):
         return "a table"
     return str(hint)
 

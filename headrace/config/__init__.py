@@ -1,8 +1,9 @@
 """One YAML, one frozen `Config`: flags over environment over file over default."""
 
-from headrace.config.load import LoadedConfig, load_config
+from headrace.config.load import LoadedConfig, load_config, load_table
 from headrace.config.overlay import parse_assignments
 from headrace.config.schema import (
+    AdminConfig,
     Choice,
     Config,
     EngineConfig,
@@ -12,10 +13,13 @@ from headrace.config.schema import (
     PluginsConfig,
     PoliciesConfig,
     ReplicaConfig,
+    TelemetryConfig,
+    TlsConfig,
     replica_config,
 )
 
 __all__ = [
+    "AdminConfig",
     "Choice",
     "Config",
     "EngineConfig",
@@ -26,7 +30,10 @@ __all__ = [
     "PluginsConfig",
     "PoliciesConfig",
     "ReplicaConfig",
+    "TelemetryConfig",
+    "TlsConfig",
     "load_config",
+    "load_table",
     "parse_assignments",
     "replica_config",
 ]

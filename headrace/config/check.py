@@ -18,6 +18,8 @@ from headrace.plugins.registry import Registries
 def choices(config: Config) -> Iterator[tuple[str, str, Choice]]:
     """Yield (kind, key, choice) for every plugin the configuration chooses."""
     for index, model in enumerate(config.models):
+        if model.is_remote:
+            continue  # what runs elsewhere is chosen there
         yield "backends", f"models.{index}.backend", model.backend
         for kind in model.policies.__struct_fields__:
             yield kind, f"models.{index}.policies.{kind}", getattr(model.policies, kind)

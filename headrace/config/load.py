@@ -12,7 +12,7 @@ import re
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -28,6 +28,7 @@ from headrace.config.nodes import (
     read_file,
 )
 from headrace.config.overlay import expand, overlay_environment, overlay_flags
+from headrace.config.replicas import check_replicas
 from headrace.config.schema import Choice, Config, Derived, ModelConfig, PathLike
 from headrace.errors import did_you_mean
 from headrace.plugins.values import Value, convert, describe, show
@@ -66,7 +67,21 @@ def load_config(
     config = msgspec.structs.replace(
         config, base_dir=str(base_dir), models=walk.named(config.models)
     )
+    check_replicas(config, walk.origins)
     return LoadedConfig(config, walk.origins)
+
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+def load_table(path: pathlib.Path, cls: type[T]) -> tuple[T, Mapping[str, str]]:
+    """Return another YAML file as a struct, and for every dotted key where it was written.
+
+    ConfigError names file, line, key and the nearest valid key.
+    """
+    walk = _Walk()
+    table: T = walk.struct(read_file(path), cls, "")
+    return table, walk.origins
 
 
 class _Walk:
@@ -99,11 +114,13 @@ class _Walk:
         element = _struct_element(hint)
         if element is not None:
             node = expand(node)
+            if not isinstance(node, Items) and typing.get_origin(hint) is not tuple:
+                return self._leaf(node, hint, key)
             if not isinstance(node, Items):
                 problem = f"must be a list, got {show(plain(node))}; write a `-` before each entry"
                 raise config_error(node.origin, key, problem)
             entries = [self.struct(e, element, f"{key}.{i}") for i, e in enumerate(node.entries)]
-            if not entries and key == "models":
+            if not entries and key.endswith(("models", "replicas")):
                 raise config_error(node.origin, key, "must have at least one entry")
             return tuple(entries)
         return self._leaf(node, hint, key)
@@ -116,7 +133,7 @@ class _Walk:
             key = f"models.{index}.name"
             if not model.name:
                 self.origins[key] = f"default (from models.{index}.source)"
-                model = msgspec.structs.replace(model, name=_name_of(model.source))
+                model = msgspec.structs.replace(model, name=_default_name(model))
             origin = Origin(self.origins.get(key, "default"), pathlib.Path())
             if not _MODEL_NAME.fullmatch(model.name):
                 raise config_error(origin, key, f"must have no spaces, got {model.name!r}")
@@ -153,7 +170,7 @@ class _Walk:
         except ValueError as error:
             raise config_error(node.origin, key, str(error)) from None
         for mark in marks:
-            if isinstance(mark, PathLike):
+            if isinstance(mark, PathLike) and (value or mark.kind != "file"):
                 if not value:
                     raise config_error(node.origin, key, f"must be {describe(hint)}, got nothing")
                 value = _absolute(value, mark, node.origin.folder)
@@ -214,10 +231,11 @@ def _is_struct(hint: Any) -> bool:
 
 
 def _struct_element(hint: Any) -> type[Any] | None:
-    arguments = typing.get_args(hint)
-    if typing.get_origin(hint) is tuple and _is_struct(arguments[0]):
-        element: type[Any] = arguments[0]
-        return element
+    """Return what a list of structs, or a union with one, has for entries."""
+    for member in (hint, *typing.get_args(hint)):
+        if typing.get_origin(member) is tuple and _is_struct(typing.get_args(member)[0]):
+            element: type[Any] = typing.get_args(member)[0]
+            return element
     return None
 
 
@@ -241,6 +259,8 @@ def _absolute(text: str, mark: PathLike, folder: pathlib.Path) -> str:
     if mark.kind == "use":
         path, colon, name = text.rpartition(":")
         return f"{_resolve(path, folder)}:{name}" if colon and path.endswith(".py") else text
+    if mark.kind == "file":
+        return _resolve(text, folder)
     if text.startswith("scripted:"):
         return "scripted:" + _resolve(text.removeprefix("scripted:"), folder)
     if _REMOTE_SOURCE.match(text):
@@ -253,6 +273,12 @@ def _absolute(text: str, mark: PathLike, folder: pathlib.Path) -> str:
 
 def _resolve(path: str, folder: pathlib.Path) -> str:
     return os.path.normpath(folder / pathlib.Path(path).expanduser())
+
+
+def _default_name(model: ModelConfig) -> str:
+    if model.is_remote:
+        return next((entry.model for entry in model.replica_entries if entry.model), "")
+    return _name_of(model.source)
 
 
 def _name_of(source: str) -> str:

@@ -23,7 +23,7 @@ DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 @dataclass(frozen=True, slots=True)
 class PathLike:
-    """Marks text that may hold a path: "source" (of a model) or "use" (of a policy)."""
+    """Marks text that may hold a path: "source" (of a model), "use" (of a policy); "file" always is one."""
 
     kind: str
 
@@ -42,6 +42,22 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Checked against the chosen class's `Options`."""
 
 
+class AdminConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    key_env: str = ""
+    """Environment variable that holds the admin key; /admin on the main port needs one."""
+    port: Annotated[int, Bounds(0, 65535)] | None = None
+    """A port of its own for /admin, on `host`; 0 takes a free one. Not given: the main port."""
+    host: str = "127.0.0.1"
+    """Address of that port."""
+
+
+class TlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    certificate: Annotated[str, PathLike("file")] = ""
+    """PEM file with the certificate and its chain; with it the gateway speaks HTTPS only."""
+    key: Annotated[str, PathLike("file")] = ""
+    """PEM file with the certificate's private key; left out: in the certificate's file."""
+
+
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     host: str = "127.0.0.1"
     """Address to listen on."""
@@ -51,8 +67,24 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Larger request bodies are refused with 413."""
     keepalive_interval: Pause = 10.0
     """A comment line goes to a streaming client at this interval while there is no token."""
-    stall_timeout: Pause = 60.0
+    stall_timeout: Pause = 30.0
     """A request whose client reads nothing for so long is aborted."""
+    receive_timeout: Pause = 30.0
+    """A request's head must be in within this time, and its body too, with 1 s more for each KB."""
+    api_keys_file: Annotated[str, PathLike("file")] = ""
+    """YAML file of API keys, hashed; with it callers need one of them."""
+    api_keys_env: str = ""
+    """Environment variable with a key, or several as tenant:key with commas between."""
+    shared_prefix_cache: bool = False
+    """Let tenants share prefix-cache entries; whether a prompt was seen before then shows in timing."""
+    metrics_access: Literal["key", "open", "admin"] = "key"
+    """Who may read /metrics: with any key where keys are needed, everybody, or with the admin key."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins whose web pages may call the API; * is every origin."""
+    tls: TlsConfig = TlsConfig()
+    grace_period: Annotated[float, Unit("duration"), Bounds(0, None)] = 30.0
+    """Told to stop, or taken out, a replica's running requests have so long to finish."""
+    admin: AdminConfig = AdminConfig()
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -87,6 +119,32 @@ class PoliciesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Which weights are held in which scheme."""
 
 
+class ReplicaEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    kind: Literal["process", "http", "in_process"] = "process"
+    """process: an engine in a child process; in_process: in this one; http: an OpenAI-compatible server."""
+    count: Annotated[int, Bounds(1, 64)] = 1
+    """So many alike."""
+    url: str = ""
+    """http: where its /v1 is, such as http://10.0.0.7:8000."""
+    model: str = ""
+    """http: what that server calls the model; not given: as it is called here."""
+    api_key_env: str = ""
+    """http: environment variable that holds the key sent to that server."""
+    connect_timeout: Pause = 5.0
+    """http: a connection must stand within this."""
+    first_byte_timeout: Pause = 300.0
+    """http: an answer must begin within this, queueing and prefill included."""
+    idle_timeout: Pause = 60.0
+    """http: the longest silence inside an answer."""
+    hang_timeout: Pause = 10.0
+    """process: an engine process that gives no sign of life for so long is killed and started again."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it runs an engine on this host."""
+        return self.kind != "http"
+
+
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str = ""
     """What clients call it; left out: taken from the source."""
@@ -94,10 +152,27 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """smollm2, hf:org/name[:file][@revision], pkg:package, scripted:FILE, a GGUF file or a folder."""
     backend: Choice = Choice("cpu")
     """The device it runs on."""
-    replicas: Annotated[int, Bounds(1, 64)] = 1
-    """Engine processes on this host."""
+    replicas: Annotated[int, Bounds(1, 64)] | tuple[ReplicaEntry, ...] = 1
+    """How many engine processes on this host, or a list of replicas."""
     engine: EngineConfig = EngineConfig()
     policies: PoliciesConfig = PoliciesConfig()
+
+    @property
+    def replica_entries(self) -> tuple[ReplicaEntry, ...]:
+        """One entry per replica, counts written out."""
+        if isinstance(self.replicas, int):
+            return (ReplicaEntry(),) * self.replicas
+        alone = (msgspec.structs.replace(entry, count=1) for entry in self.replicas)
+        return tuple(
+            entry
+            for entry, listed in zip(alone, self.replicas, strict=True)
+            for _ in range(listed.count)
+        )
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether no replica runs an engine here: such a model needs no source."""
+        return not any(entry.is_local for entry in self.replica_entries)
 
 
 class PluginsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -114,6 +189,15 @@ class LoggingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Events below this level are dropped."""
 
 
+class TelemetryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    otlp_endpoint: str = ""
+    """URL of an OpenTelemetry collector, such as http://127.0.0.1:4318; spans are sent to it by HTTP."""
+    service_name: str = "headrace"
+    """The `service.name` of the spans."""
+    sample_ratio: Annotated[float, Bounds(0, 1)] = 1.0
+    """Share of traces recorded where the caller has not decided it."""
+
+
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     gateway: GatewayConfig = GatewayConfig()
     models: tuple[ModelConfig, ...] = (ModelConfig(name="smollm2"),)
@@ -124,6 +208,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Who may come in; all of them must agree, in this order."""
     plugins: PluginsConfig = PluginsConfig()
     logging: LoggingConfig = LoggingConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
     base_dir: Annotated[str, Derived()] = ""
     """The YAML file's folder, where relative paths in `options` count from."""
 
@@ -144,12 +229,17 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 def replica_config(config: Config, model_index: int) -> dict[str, Any]:
-    """Return the part of `config` that a replica of this model needs, as plain data."""
+    """Return the part of `config` that a replica of this model needs, as plain data.
+
+    Of the model's replicas it is one: the others' addresses and keys are none of its business.
+    """
     part = ReplicaConfig(
-        model=config.models[model_index],
+        model=msgspec.structs.replace(config.models[model_index], replicas=1),
         plugins=config.plugins,
         logging=config.logging,
-        replicas_on_host=sum(model.replicas for model in config.models),
+        replicas_on_host=sum(
+            entry.is_local for model in config.models for entry in model.replica_entries
+        ),
         base_dir=config.base_dir,
     )
     data: dict[str, Any] = msgspec.to_builtins(part)

@@ -54,7 +54,20 @@ def rows(cls: type[Any] = Config, prefix: str = "") -> list[tuple[str, str, str,
         else:
             text = "from the source" if key == "models.N.name" else scalar_text(default, hint)
             found.append((key, describe(hint), text, meaning))
+            listed = element_of_union(hint)
+            if listed is not None:
+                found += rows(listed, f"{key}.N.")
     return found
+
+
+def element_of_union(hint: Any) -> type[Any] | None:
+    """Return what a list of structs that is one of several forms has for entries."""
+    for member in typing.get_args(hint):
+        if typing.get_origin(member) is tuple:
+            element = typing.get_args(member)[0]
+            if isinstance(element, type) and issubclass(element, msgspec.Struct):
+                return element
+    return None
 
 
 def test_every_key_has_a_meaning() -> None:
