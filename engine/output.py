@@ -53,11 +53,14 @@ def token_logprobs(tokenizer: Tokenizer, row: TokenRow, num_top: int) -> TokenLo
 
 
 class SequenceOutput:
-    """The output of one choice of one request. Called by the engine's thread only."""
+    """The output of one choice of one request. Called by the engine's thread only.
+
+    Without a tokenizer it says token ids and no text, which is all that a simulation looks at.
+    """
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | None,
         *,
         request_id: str,
         index: int,
@@ -77,7 +80,9 @@ class SequenceOutput:
         self._num_top = sampling.logprobs
         self._eos_ids = frozenset() if sampling.ignore_eos else frozenset(eos_token_ids)
         self._stop_ids = frozenset(sampling.stop_token_ids)
-        self._detokenizer = Detokenizer(tokenizer)
+        self._ending_ids = self._eos_ids | self._stop_ids
+        self._is_plain = not sampling.stop and sampling.logprobs is None
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._matcher = StopMatcher(sampling.stop)
         self._num_decoded = 0  # characters the tokens have given
         self._num_released = 0  # of those, how many may be sent
@@ -89,6 +94,51 @@ class SequenceOutput:
     def num_tokens(self) -> int:
         """Tokens generated: the completion tokens of the usage."""
         return len(self.token_ids)
+
+    @property
+    def ends_by_length_only(self) -> bool:
+        """Whether what is drawn cannot end the choice, only how much."""
+        return self._is_plain and not self._ending_ids
+
+    @property
+    def num_tokens_left(self) -> int:
+        """Tokens until max_tokens."""
+        return self._max_tokens - len(self.token_ids)
+
+    def append_token(self, token_id: int) -> TokenEvent | None:
+        """Take one token without log probabilities, which is what most steps give. See `append`."""
+        token_ids = self.token_ids
+        num_tokens = len(token_ids) + 1
+        if (
+            not self._is_plain
+            or num_tokens >= self._max_tokens
+            or token_id in self._ending_ids
+            or self.finish_reason is not None
+        ):
+            return self.append((TokenRow(token_id),))
+        token_ids.append(token_id)
+        text = ""
+        if self._detokenizer is not None:
+            text = self._detokenizer.append(token_id)
+            if not text:
+                return None
+        start, self._num_sent = self._num_sent, num_tokens
+        return TokenEvent(
+            request_id=self._request_id,
+            index=self._index,
+            token_ids=[token_id] if num_tokens == start + 1 else token_ids[start:],
+            text=text,
+        )
+
+    def append_run(self, token_ids: Sequence[int]) -> TokenEvent | None:
+        """Take the tokens of several steps, at most `num_tokens_left`, where only the length can end it."""
+        assert self.ends_by_length_only, "a run is taken unseen"
+        self.token_ids += token_ids
+        if self._detokenizer is not None:
+            self._text += "".join(map(self._detokenizer.append, token_ids))
+        if self.num_tokens >= self._max_tokens:
+            self._end("length")
+        return self._event()
 
     def append(self, rows: Sequence[TokenRow]) -> TokenEvent | None:
         """Take the tokens of a step. Return what may be said now, None where there is nothing.
@@ -120,8 +170,10 @@ class SequenceOutput:
                 return self._end("stop")
             if token_id in self._stop_ids:
                 return self._end("stop", token_id)
-        self._waiting.append((self._num_decoded, row))
-        self._release(self._detokenizer.append(token_id))
+        if not self._is_plain:
+            self._waiting.append((self._num_decoded, row))
+        if self._detokenizer is not None:
+            self._release(self._detokenizer.append(token_id))
         if self.finish_reason is None and self.num_tokens >= self._max_tokens:
             self._end("length")
 
@@ -138,7 +190,8 @@ class SequenceOutput:
 
     def _end(self, reason: str, stop_reason: int | None = None) -> None:
         """Release all that was held: nothing follows it. A stop string may still show up in it."""
-        self._release(self._detokenizer.flush())
+        if self._detokenizer is not None:
+            self._release(self._detokenizer.flush())
         if self.finish_reason is not None:
             return
         tail = self._matcher.flush()
@@ -149,10 +202,11 @@ class SequenceOutput:
 
     def _event(self, error: ErrorInfo | None = None) -> TokenEvent | None:
         ended = self.finish_reason is not None
-        if not self._text and not ended:
+        if not (self._text or ended or self._detokenizer is None):
             return None
         rows = self._visible_rows()
-        num_sent = self.num_tokens if ended else self._num_sent + len(rows)
+        says_all = ended or self._is_plain  # without stop strings, text in hand is of every token
+        num_sent = self.num_tokens if says_all else self._num_sent + len(rows)
         event = TokenEvent(
             request_id=self._request_id,
             index=self._index,
@@ -181,6 +235,7 @@ class SequenceOutput:
         num_top = self._num_top
         if num_top is None:
             return None
+        assert self._tokenizer is not None, "log probabilities spell their tokens"
         return [token_logprobs(self._tokenizer, row, num_top) for row in rows]
 
 

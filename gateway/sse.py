@@ -43,13 +43,13 @@ class SseWriter:
 
     async def send(self, payloads: Iterable[bytes]) -> None:
         """Send one event per payload, in one write."""
-        body = _events(payloads)
+        body = event_bytes(payloads)
         if body:
             await self._write({"type": "http.response.body", "body": body, "more_body": True})
 
     async def end(self, payloads: Iterable[bytes]) -> None:
         """Send the last events and close the body; needs no watch."""
-        message = {"type": "http.response.body", "body": _events(payloads), "more_body": False}
+        message = {"type": "http.response.body", "body": event_bytes(payloads), "more_body": False}
         await self._write_in_time(message)
 
     async def watch(self) -> None:
@@ -88,7 +88,7 @@ class SseWriter:
         )
 
 
-def _events(payloads: Iterable[bytes]) -> bytes:
+def event_bytes(payloads: Iterable[bytes]) -> bytes:
     return b"".join(b"data: " + payload + b"\n\n" for payload in payloads)
 
 

@@ -42,6 +42,10 @@ class Tokenizer:
                 f"special tokens are {self.special_tokens}"
             )
         self._bytes: dict[int, bytes] = {}
+        self._whole_texts: tuple[dict[int, str], dict[int, str]] = (
+            {},
+            dict.fromkeys(self.special_ids, ""),
+        )
 
     def encode(self, text: str, *, add_bos: bool | None = None) -> list[int]:
         """Return the ids of raw text. `add_bos` None: as the model says.
@@ -90,6 +94,13 @@ class Tokenizer:
         data = self._rule.bytes_of(token, token_id in self._added_ids)
         self._bytes[token_id] = data
         return data
+
+    def whole_texts(self, skip_special: bool) -> dict[int, str]:
+        """Return the table of tokens that are text wherever they stand, shared by all detokenizers.
+
+        They fill it as tokens come up, so a vocabulary of 262,144 costs what is used of it.
+        """
+        return self._whole_texts[skip_special]
 
     def token_text(self, token_id: int) -> str:
         """Return a token's bytes as text, special tokens by their name; U+FFFD where it is no text."""
