@@ -9,30 +9,58 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+from headrace.types import RoutingRequest
+
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The requests in flight on one replica, and the prompt tokens they brought."""
+    """Work in flight on one replica, or one request's part of it."""
 
     num_requests: int = 0
     num_tokens: int = 0
+    """Prompt tokens still to be computed and output tokens expected."""
+    num_prefill_tokens: int = 0
+    """The part of num_tokens that is prompt."""
+    num_blocks: int = 0
+    """KV blocks that the requests can fill."""
+
+    def plus(self, other: Load, sign: int = 1) -> Load:
+        return Load(
+            self.num_requests + sign * other.num_requests,
+            self.num_tokens + sign * other.num_tokens,
+            self.num_prefill_tokens + sign * other.num_prefill_tokens,
+            self.num_blocks + sign * other.num_blocks,
+        )
+
+
+def load_of(request: RoutingRequest, *, matched_tokens: int, block_size: int) -> Load:
+    """Return what a request adds to a replica that has seen `matched_tokens` of its prompt."""
+    prefill = max(request.num_prompt_tokens - matched_tokens, min(request.num_prompt_tokens, 1))
+    rows = request.num_prompt_tokens + request.expected_output_tokens
+    return Load(1, prefill + request.expected_output_tokens, prefill, -(-rows // block_size))
 
 
 class Hold:
     """One request's share of a replica's load. Released once, however often that is asked for."""
 
-    __slots__ = ("_is_held", "_ledger", "_load", "_replica_id")
+    __slots__ = ("_ledger", "_load", "_replica_id")
 
     def __init__(self, ledger: Ledger, replica_id: str, load: Load) -> None:
         self._ledger = ledger
         self._replica_id = replica_id
-        self._load = load
-        self._is_held = True
+        self._load: Load | None = load
+
+    def prefilled(self) -> None:
+        """The first token is there: the prompt is no work any more. A second call does nothing."""
+        if self._load is not None and self._load.num_prefill_tokens:
+            done = Load(0, self._load.num_prefill_tokens, self._load.num_prefill_tokens, 0)
+            self._ledger._change(self._replica_id, done, -1)
+            self._load = self._load.plus(done, -1)
 
     def release(self) -> None:
-        if self._is_held:
-            self._is_held = False
+        if self._load is not None:
             self._ledger._change(self._replica_id, self._load, -1)
+            self._load = None
 
     def __enter__(self) -> Self:
         return self
@@ -47,26 +75,46 @@ class Hold:
 
 
 class Ledger:
-    """The load of every replica."""
+    """The load of every replica, and the KV blocks that admission has reserved there."""
 
     def __init__(self) -> None:
         self._loads: dict[str, Load] = {}
+        self._reserved: dict[str, int] = {}
 
     def load(self, replica_id: str) -> Load:
         return self._loads.get(replica_id, Load())
 
-    def hold(self, replica_id: str, *, num_tokens: int) -> Hold:
-        """Count one request of `num_tokens` prompt tokens in until the hold is released."""
-        load = Load(1, num_tokens)
+    def hold(
+        self,
+        replica_id: str,
+        *,
+        num_tokens: int,
+        num_prefill_tokens: int | None = None,
+        num_blocks: int = 0,
+    ) -> Hold:
+        """Count one request in until the hold is released; `num_tokens` are prompt unless said otherwise."""
+        prefill = num_tokens if num_prefill_tokens is None else num_prefill_tokens
+        return self.hold_load(replica_id, Load(1, num_tokens, prefill, num_blocks))
+
+    def hold_load(self, replica_id: str, load: Load) -> Hold:
+        """Count a request's load in until the hold is released."""
         self._change(replica_id, load, 1)
         return Hold(self, replica_id, load)
 
+    def reserved_blocks(self, replica_id: str) -> int:
+        return self._reserved.get(replica_id, 0)
+
+    def reserve(self, replica_id: str, num_blocks: int) -> None:
+        """Reserve KV blocks, or give them back where `num_blocks` is below 0."""
+        after = self._reserved.get(replica_id, 0) + num_blocks
+        assert after >= 0, f"{replica_id}: more blocks given back than were reserved"
+        if after:
+            self._reserved[replica_id] = after
+        else:
+            self._reserved.pop(replica_id, None)
+
     def _change(self, replica_id: str, load: Load, sign: int) -> None:
-        before = self.load(replica_id)
-        after = Load(
-            before.num_requests + sign * load.num_requests,
-            before.num_tokens + sign * load.num_tokens,
-        )
+        after = self.load(replica_id).plus(load, sign)
         assert after.num_requests >= 0 and after.num_tokens >= 0
         if after == Load():
             self._loads.pop(replica_id, None)

@@ -6,11 +6,12 @@ chooses takes a hold on the ledger before anything else runs, so that the next c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace.errors import InvalidRequest, ModelNotFound, Unavailable, did_you_mean, shown
-from headrace.gateway.ledger import Ledger
+from headrace.gateway.ledger import Hold, Ledger, load_of
+from headrace.gateway.prefix_index import PrefixIndex
 from headrace.gateway.replica import Replica
 from headrace.interfaces import RoutingPolicy
 from headrace.policy_guard import RoutingGuard
@@ -18,6 +19,8 @@ from headrace.types import ReplicaView, RoutingRequest
 
 _RETRY_AFTER_STARTING_SECONDS = 2.0
 _RETRY_AFTER_FAILED_SECONDS = 30.0
+_DEFAULT_BLOCK_SIZE = 16
+_NOTHING_MATCHED: Mapping[str, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,8 @@ class Router:
         self._groups = {group.name: group for group in groups}
         self._guard = RoutingGuard(policy, fallback)
         self.ledger = Ledger()
+        self.prefixes = PrefixIndex()
+        self._restarts: dict[str, int] = {}
 
     def models(self) -> list[str]:
         """Return the names of all models, in the order of the configuration."""
@@ -75,15 +80,37 @@ class Router:
         ready = {replica.id: replica for replica in group.replicas if replica.is_ready}
         if not ready:
             raise none_ready(group)
-        views = [self._view(replica) for replica in ready.values()]
+        matched = self._matched_tokens(request, tuple(ready.values()))
+        views = [self._view(replica, matched) for replica in ready.values()]
         return ready[self._guard.choose(request, views, now)]
+
+    def place(self, replica: Replica, request: RoutingRequest) -> Hold:
+        """Count a request in on the replica it is sent to, and remember that its prefix went there."""
+        matched = self._matched_tokens(request, (replica,)).get(replica.id, 0)
+        self.prefixes.record(replica.id, request.prefix_hashes)
+        load = load_of(request, matched_tokens=matched, block_size=_block_size(replica))
+        return self.ledger.hold_load(replica.id, load)
+
+    def _matched_tokens(
+        self, request: RoutingRequest, replicas: Sequence[Replica]
+    ) -> dict[str, int]:
+        """Return how much of the prompt each replica was sent before, by id; a restarted one, nothing."""
+        for replica in replicas:
+            restarts = replica.client.restarts_total
+            if self._restarts.setdefault(replica.id, restarts) != restarts:
+                self._restarts[replica.id] = restarts
+                self.prefixes.forget(replica.id)
+        matched = self.prefixes.match(request.prefix_hashes)
+        return {
+            replica.id: matched.get(replica.id, 0) * _block_size(replica) for replica in replicas
+        }
 
     def views(self, model: str = "") -> tuple[ReplicaView, ...]:
         """Return what policies may see of the replicas of a model, or of all where none is named."""
         groups = [self._groups[model]] if model else self._groups.values()
         return tuple(self._view(replica) for group in groups for replica in group.replicas)
 
-    def _view(self, replica: Replica) -> ReplicaView:
+    def _view(self, replica: Replica, matched: Mapping[str, int] = _NOTHING_MATCHED) -> ReplicaView:
         load = self.ledger.load(replica.id)
         card = replica.client.card
         return ReplicaView(
@@ -91,9 +118,18 @@ class Router:
             state=replica.client.state,
             num_requests=load.num_requests,
             num_tokens=load.num_tokens,
-            block_size=card.block_size if card is not None else 16,
+            block_size=_block_size(replica),
             num_blocks=card.num_blocks if card is not None else 0,
+            reserved_blocks=self.ledger.reserved_blocks(replica.id),
+            matched_tokens=matched.get(replica.id, 0),
+            num_prefill_tokens=load.num_prefill_tokens,
+            num_active_blocks=load.num_blocks,
         )
+
+
+def _block_size(replica: Replica) -> int:
+    card = replica.client.card
+    return card.block_size if card is not None else _DEFAULT_BLOCK_SIZE
 
 
 def none_ready(group: ModelGroup) -> Unavailable:

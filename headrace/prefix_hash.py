@@ -13,6 +13,8 @@ from array import array
 from collections.abc import Iterator, Sequence
 
 DIGEST_BYTES = 32
+TEXT_BLOCK_BYTES = 64
+"""About sixteen tokens of English."""
 
 
 def _field(tag: bytes, value: bytes) -> bytes:
@@ -44,4 +46,13 @@ def block_digests(root: bytes, token_ids: Sequence[int], block_size: int) -> Ite
     parent = root
     for start in range(0, len(token_ids) - block_size + 1, block_size):
         parent = block_digest(parent, token_ids[start : start + block_size])
+        yield parent
+
+
+def text_digests(root: bytes, text: bytes, block_bytes: int = TEXT_BLOCK_BYTES) -> Iterator[bytes]:
+    """Yield the digest of each full block of a prompt's text, where nobody here knows its tokens."""
+    parent = root
+    for start in range(0, len(text) - block_bytes + 1, block_bytes):
+        data = _field(b"p", parent) + _field(b"x", text[start : start + block_bytes])
+        parent = hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
         yield parent

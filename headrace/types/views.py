@@ -73,9 +73,13 @@ class RoutingRequest:
     model: str
     tenant: str = ""
     session: str = ""
+    """What the caller says belongs together: the X-Session-ID header, else the body's `user`."""
     priority: int = 0
     num_prompt_tokens: int = 0
     prefix_hashes: tuple[bytes, ...] = ()
+    """The digest chain of the prompt's full blocks, salted by tenant."""
+    expected_output_tokens: int = 0
+    """What its choices will probably produce in all, learnt from the tenant's requests before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +89,25 @@ class ReplicaView:
     id: str
     state: str = "ready"
     num_requests: int = 0
+    """Requests in flight."""
     num_tokens: int = 0
+    """Work in flight: prompt tokens still to be computed and output tokens expected."""
     block_size: int = 16
     num_blocks: int = 0
+    """Of its whole KV pool; 0 where it is not known."""
     reserved_blocks: int = 0
+    """Reserved by admission for the requests in flight."""
     matched_tokens: int = 0
+    """Of this request's prompt, as far as it is known to have been sent there."""
+    num_prefill_tokens: int = 0
+    """The part of num_tokens that is prompt."""
+    num_active_blocks: int = 0
+    """KV blocks that the requests in flight can fill."""
 
 
 @dataclass(frozen=True, slots=True)
 class TicketView:
-    """One request at the door. At "arrival" only tenant and size are known."""
+    """One request at the door. At "arrival" only who asks and the size are known."""
 
     stage: str
     """ "arrival" or "parsed"."""
@@ -102,9 +115,31 @@ class TicketView:
     num_body_bytes: int = 0
     model: str = ""
     num_prompt_tokens: int = 0
+    """Of all prompts together."""
     max_output_tokens: int = 0
+    """Of all choices together."""
     num_choices: int = 1
     replica_id: str = ""
+    """The replica that routing proposes for the first prompt."""
+    organization: str = ""
+    priority: int = 0
+    """Lower runs first."""
+    cached_tokens: int = 0
+    """Prompt tokens that the proposed replica is known to have seen."""
+    expected_output_tokens: int = 0
+    """Of all choices together, learnt per tenant; max_output_tokens while nothing is known."""
+    lane: str = ""
+    """The lane the ticket waits in and heads; "" for one that does not wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaneView:
+    """The tickets that wait in one lane, each counted with all its choices and tokens."""
+
+    name: str
+    num_requests: int
+    num_tokens: int
+    """Prompt tokens and the output tokens expected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,19 +147,36 @@ class AdmissionView:
     """The load an admission policy judges against."""
 
     replicas: tuple[ReplicaView, ...] = ()
+    """Of the ticket's model; all of them while the model is not known."""
     queued_requests: int = 0
     queued_tokens: int = 0
     predicted_wait_seconds: float = 0.0
+    """For a ticket behind all that wait now; 0 while no rate is known."""
+    lanes: tuple[LaneView, ...] = ()
+    tokens_per_second: float = 0.0
+    """At which requests of the ticket's model have lately given back what they held; 0: not known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """An amount taken from a limit: a rate when `window_seconds` is set, else concurrency."""
+    """An amount taken from a limit: a rate when `window_seconds` is set, else what is held until the end."""
 
     key: str
     amount: int
     limit: int
+    """Per window; or held at once."""
     window_seconds: float | None = None
+    burst: int | None = None
+    """The size of a rate's bucket: how much may be taken at once after a pause; None: `limit`."""
+    unit: str = "requests"
+    """ "requests" or "tokens". A rate in tokens is settled to the tokens a request really used."""
+    replica_id: str = ""
+    """Set: KV blocks of this replica, reserved in the gateway's own ledger; else shared by all gateways."""
+
+    @property
+    def capacity(self) -> int:
+        """The most that can be taken at once."""
+        return self.limit if self.burst is None else self.burst
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,3 +199,6 @@ class Reject:
     fault: str
     retry_after_seconds: float
     reason: str
+    """For people: what, the value, the bound and the remedy."""
+    code: str = "policy"
+    """For machines, and a label of metrics: a word of the policy's own, never of a caller's."""

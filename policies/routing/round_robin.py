@@ -1,14 +1,11 @@
-"""Round robin: the replica after the last one, in order of id, for each model by itself.
-
-The last id is remembered rather than a position, so that a replica that leaves or joins does not
-make the others skip a turn.
-"""
+"""Round robin: the replica after the last one, in order of id, for each model by itself."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import ClassVar
 
+from headrace.policies.routing.turns import Turns
 from headrace.types import ReplicaView, RoutingRequest
 
 
@@ -16,11 +13,7 @@ class RoundRobin:
     name: ClassVar[str] = "round_robin"
 
     def __init__(self) -> None:
-        self._last_ids: dict[str, str] = {}
+        self._turns = Turns()
 
     def choose(self, request: RoutingRequest, replicas: Sequence[ReplicaView], now: float) -> str:
-        ids = sorted(replica.id for replica in replicas)
-        last_id = self._last_ids.get(request.model, "")
-        chosen = next((replica_id for replica_id in ids if replica_id > last_id), ids[0])
-        self._last_ids[request.model] = chosen
-        return chosen
+        return self._turns.next(request.model, (replica.id for replica in replicas))

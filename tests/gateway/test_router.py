@@ -134,11 +134,11 @@ def test_a_hold_is_released_exactly_once_whatever_ends_it() -> None:
     hold = ledger.hold("a", num_tokens=7)
     other = ledger.hold("a", num_tokens=5)
     with pytest.raises(KeyError), hold:
-        assert ledger.load("a") == Load(2, 12)
+        assert ledger.load("a") == Load(2, 12, 12)
         raise KeyError
     hold.release()
     hold.release()
 
-    assert ledger.load("a") == Load(1, 5)
+    assert ledger.load("a") == Load(1, 5, 5)
     other.release()
     assert ledger.load("a") == ledger.load("never") == Load(0, 0)
