@@ -7,7 +7,7 @@ not a loop; only rows with penalties or biases add their own ragged lists.
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,8 @@ Values = NDArray[np.float32]
 
 _NO_IDS: Ids = np.empty(0, np.int32)
 _NO_VALUES: Values = np.empty(0, np.float32)
+_NEUTRAL = (0.0, 1.0, 0.0, 0.0, 0.0, 1.0)
+"""SlotSampling's floats for a row that nothing is drawn from."""
 
 
 class TokenHistory:
@@ -95,69 +97,82 @@ def _bias_arrays(bias: dict[int, float]) -> tuple[Ids, Values]:
 
 
 @dataclass(slots=True)
-class SampleRow:
-    """A row of logits and what to do with it: draw for a choice, or score a prompt token."""
+class SampleRows:
+    """The rows of logits that a step samples, column by column, and what to do with each."""
 
-    slot: int
-    position: int
-    seed: int = 0
-    num_output_tokens: int = 0
-    sampling: SequenceSampling | None = None
-    """Set where the row has penalties or biases."""
-    score_token_id: int = -1
-    num_logprobs: int = -1
-    """For a scoring row; a drawing row's is its slot's."""
+    slots: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    """Of the token to draw or score."""
+    seeds: list[int] = field(default_factory=list)
+    special: list[tuple[int, SequenceSampling, int]] = field(default_factory=list)
+    """(row, its penalties and biases, output tokens before it), rows without either left out."""
+    scores: list[tuple[int, int, int]] = field(default_factory=list)
+    """(row, prompt token to score, how many alternatives), for rows that draw nothing."""
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def add_draw(
+        self, slot: int, position: int, seed: int, sampling: SequenceSampling, num_output: int
+    ) -> None:
+        """Add a row that draws a token for a choice."""
+        if not sampling.is_plain:
+            self.special.append((len(self.slots), sampling, num_output))
+        self.slots.append(slot)
+        self.positions.append(position)
+        self.seeds.append(seed)
+
+    def add_score(self, slot: int, position: int, token_id: int, num_logprobs: int) -> None:
+        """Add a row that scores a prompt token."""
+        self.scores.append((len(self.slots), token_id, num_logprobs))
+        self.slots.append(slot)
+        self.positions.append(position)
+        self.seeds.append(0)
 
 
 class SlotSampling:
     """The sampling parameters of every slot, and the SamplingBatch of a step."""
 
     def __init__(self, num_slots: int) -> None:
-        self._temperature = np.zeros(num_slots, np.float32)
-        self._top_k = np.zeros(num_slots, np.int32)
-        self._top_p = np.ones(num_slots, np.float32)
-        self._min_p = np.zeros(num_slots, np.float32)
-        self._presence = np.zeros(num_slots, np.float32)
-        self._frequency = np.zeros(num_slots, np.float32)
-        self._repetition = np.ones(num_slots, np.float32)
-        self._num_logprobs = np.full(num_slots, -1, np.int32)
+        self._floats = np.zeros((6, num_slots), np.float32)
+        """temperature, top_p, min_p, presence, frequency and repetition penalty."""
+        self._integers = np.zeros((2, num_slots), np.int32)
+        """top_k, num_logprobs."""
 
     def set(self, slot: int, params: SamplingParams) -> None:
-        self._temperature[slot] = params.temperature
-        self._top_k[slot] = max(0, params.top_k)
-        self._top_p[slot] = params.top_p
-        self._min_p[slot] = params.min_p
-        self._presence[slot] = params.presence_penalty
-        self._frequency[slot] = params.frequency_penalty
-        self._repetition[slot] = params.repetition_penalty
-        self._num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+        self._floats[:, slot] = (
+            params.temperature,
+            params.top_p,
+            params.min_p,
+            params.presence_penalty,
+            params.frequency_penalty,
+            params.repetition_penalty,
+        )
+        num_logprobs = -1 if params.logprobs is None else params.logprobs
+        self._integers[:, slot] = (max(0, params.top_k), num_logprobs)
 
-    def gather(self, rows: Rows[SampleRow]) -> SamplingBatch:
-        slots = np.array([row.slot for row in rows], np.intp)
-        scores = np.array([row.score_token_id for row in rows], np.int32)
-        temperature, top_k = self._temperature[slots], self._top_k[slots]
-        top_p, min_p = self._top_p[slots], self._min_p[slots]
-        presence, frequency = self._presence[slots], self._frequency[slots]
-        repetition, num_logprobs = self._repetition[slots], self._num_logprobs[slots]
-        scoring = np.flatnonzero(scores >= 0)
-        if len(scoring):
-            for neutral in (temperature, top_k, min_p, presence, frequency):
-                neutral[scoring] = 0
-            top_p[scoring] = repetition[scoring] = 1
-            num_logprobs[scoring] = [row.num_logprobs for row in rows if row.score_token_id >= 0]
+    def gather(self, rows: SampleRows) -> SamplingBatch:
+        slots = np.array(rows.slots, np.intp)
+        floats = self._floats.take(slots, axis=1)
+        integers = self._integers.take(slots, axis=1)
+        scores = np.full(len(slots), -1, np.int32)
+        for row, token_id, num_logprobs in rows.scores:
+            scores[row] = token_id
+            floats[:, row] = _NEUTRAL
+            integers[:, row] = (0, num_logprobs)
         history_starts, history_ids, history_counts = _histories(rows)
         bias_starts, bias_ids, bias_values = _biases(rows)
         return SamplingBatch(
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            presence_penalty=presence,
-            frequency_penalty=frequency,
-            repetition_penalty=repetition,
-            seeds=np.array([row.seed for row in rows], np.uint64),
-            positions=np.array([row.position for row in rows], np.int64),
-            num_logprobs=num_logprobs,
+            temperature=floats[0],
+            top_k=integers[0],
+            top_p=floats[1],
+            min_p=floats[2],
+            presence_penalty=floats[3],
+            frequency_penalty=floats[4],
+            repetition_penalty=floats[5],
+            seeds=np.array(rows.seeds, np.uint64),
+            positions=np.array(rows.positions, np.int64),
+            num_logprobs=integers[1],
             score_token_ids=scores,
             history_starts=history_starts,
             history_ids=history_ids,
@@ -168,25 +183,28 @@ class SlotSampling:
         )
 
 
-def _histories(rows: Rows[SampleRow]) -> tuple[Ids, Ids, Ids]:
+def _histories(rows: SampleRows) -> tuple[Ids, Ids, Ids]:
     starts = np.zeros(len(rows) + 1, np.int32)
+    if not rows.special:
+        return starts, _NO_IDS, _NO_IDS
     ids, counts = [_NO_IDS], [_NO_IDS]
-    for index, row in enumerate(rows):
-        if row.sampling is not None and row.sampling.history is not None:
-            row_ids, row_counts = row.sampling.history.arrays()
+    for row, sampling, _num_output in rows.special:
+        if sampling.history is not None:
+            row_ids, row_counts = sampling.history.arrays()
             ids.append(row_ids)
             counts.append(row_counts)
-            starts[index + 1] = len(row_ids)
+            starts[row + 1] = len(row_ids)
     return np.cumsum(starts, dtype=np.int32), np.concatenate(ids), np.concatenate(counts)
 
 
-def _biases(rows: Rows[SampleRow]) -> tuple[Ids, Ids, Values]:
+def _biases(rows: SampleRows) -> tuple[Ids, Ids, Values]:
     starts = np.zeros(len(rows) + 1, np.int32)
+    if not rows.special:
+        return starts, _NO_IDS, _NO_VALUES
     ids, values = [_NO_IDS], [_NO_VALUES]
-    for index, row in enumerate(rows):
-        if row.sampling is not None:
-            row_ids, row_values = row.sampling.bias(row.num_output_tokens)
-            ids.append(row_ids)
-            values.append(row_values)
-            starts[index + 1] = len(row_ids)
+    for row, sampling, num_output in rows.special:
+        row_ids, row_values = sampling.bias(num_output)
+        ids.append(row_ids)
+        values.append(row_values)
+        starts[row + 1] = len(row_ids)
     return np.cumsum(starts, dtype=np.int32), np.concatenate(ids), np.concatenate(values)

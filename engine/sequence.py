@@ -63,6 +63,11 @@ class Sequence:
     base: SequenceBase = EMPTY_BASE
     status: Status = Status.WAITING
     num_computed_tokens: int = 0
+    """Tokens whose step gave its result."""
+    num_flying_tokens: int = 0
+    """Tokens behind them in steps that were launched ahead and gave no result yet."""
+    flying_row: int = -1
+    """The sample row of the newest such step that draws the next token; -1: none does."""
     has_begun: bool = False
     """Whether the prefix cache was asked since the sequence last started to run."""
     num_cached_tokens: int | None = None
@@ -93,8 +98,13 @@ class Sequence:
 
     @property
     def num_pending_tokens(self) -> int:
-        """Tokens whose keys and values are still to be computed; 1 for a sequence that decodes."""
-        return len(self.token_ids) - self.num_computed_tokens
+        """Tokens whose keys and values no step computes yet; 1 for a sequence that decodes."""
+        return self.num_expected_tokens - self.next_position
+
+    @property
+    def num_expected_tokens(self) -> int:
+        """Tokens known, and the one that a step in flight draws."""
+        return len(self.token_ids) + (self.flying_row >= 0)
 
     @property
     def num_output_tokens(self) -> int:
@@ -103,11 +113,28 @@ class Sequence:
     @property
     def next_position(self) -> int:
         """The rotary position of the next token to be computed."""
-        return self.num_computed_tokens
+        return self.num_computed_tokens + self.num_flying_tokens
 
     def num_kv_rows(self, group: int = 0) -> int:
         """Rows the sequence holds in a KV group; the same in all groups while none drops rows."""
-        return self.base.num_rows + self.num_computed_tokens - self.base.num_tokens
+        base = self.base
+        return base.num_rows + self.num_computed_tokens + self.num_flying_tokens - base.num_tokens
+
+    def take_off(self, num_tokens: int, row: int) -> None:
+        """Note that a step was launched that computes these tokens and draws in `row` (-1: nowhere)."""
+        self.num_flying_tokens += num_tokens
+        self.flying_row = row
+
+    def land(self, num_tokens: int) -> None:
+        """Note that the oldest such step gave its result."""
+        self.num_flying_tokens -= num_tokens
+        if not self.num_flying_tokens:
+            self.flying_row = -1
+
+    @property
+    def is_last_token_flying(self) -> bool:
+        """Whether the token that a step in flight draws is the last one the choice may have."""
+        return self.flying_row >= 0 and self.output.num_tokens_left <= 1
 
     def forget_computed(self) -> None:
         """Go back to the base, as after preemption; the tokens themselves are kept."""
