@@ -1,0 +1,206 @@
+"""Sends a plan's requests to a server and times what comes back.
+
+Latencies count from the moment a request was due. In a closed loop that is when it is sent; in an open
+loop a client that is late, or held back by `max_concurrency`, adds to the latency instead of hiding it.
+A stream that carries an error, breaks off, or ends without a finish reason and [DONE] is a failure.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import anyio
+import msgspec
+
+from headrace.load.plan import LoadPlan, PlannedRequest, plan_requests
+from headrace.load.report import LoadReport, RequestOutcome
+
+_IDLE_SECONDS = 600.0
+"""A server that says nothing for so long has failed the request."""
+
+
+async def run_load(plan: LoadPlan, report: Callable[[int], None] = lambda done: None) -> LoadReport:
+    """Send the plan's requests and return the figures. `report` is told how many have finished."""
+    requests = plan_requests(plan)
+    outcomes = [RequestOutcome() for _ in requests]
+    # A connection a request: some servers end kept-alive ones while the next request is on its way.
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_IDLE_SECONDS, sock_read=_IDLE_SECONDS)
+    headers = {"Authorization": f"Bearer {plan.api_key}"} if plan.api_key else {}
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=timeout, headers=headers
+    ) as session:
+        run = _Run(plan, session, requests, outcomes, report)
+        await (run.closed_loop() if plan.request_rate is None else run.open_loop())
+        wall = time.perf_counter() - run.start
+    return LoadReport(plan=plan, wall_seconds=wall, outcomes=outcomes)
+
+
+class _Run:
+    def __init__(
+        self,
+        plan: LoadPlan,
+        session: aiohttp.ClientSession,
+        requests: Sequence[PlannedRequest],
+        outcomes: Sequence[RequestOutcome],
+        report: Callable[[int], None],
+    ) -> None:
+        self._plan = plan
+        self._session = session
+        self._requests = requests
+        self._outcomes = outcomes
+        self._report = report
+        self._finished = 0
+        self._bodies = [_body(plan, request) for request in requests]
+        base = plan.url.rstrip("/").removesuffix("/v1")
+        path = "chat/completions" if plan.endpoint == "chat" else "completions"
+        self._url = f"{base}/v1/{path}"
+        self.start = time.perf_counter()
+
+    async def closed_loop(self) -> None:
+        queue = iter(range(len(self._requests)))
+
+        async def worker() -> None:
+            for index in queue:
+                await self._send(index, time.perf_counter())
+
+        async with anyio.create_task_group() as group:
+            for _ in range(min(self._plan.concurrency, len(self._requests))):
+                group.start_soon(worker)
+
+    async def open_loop(self) -> None:
+        most = self._plan.max_concurrency or len(self._requests)
+        gate = anyio.Semaphore(most)
+
+        async def one(index: int, due: float) -> None:
+            async with gate:
+                await self._send(index, due)
+
+        async with anyio.create_task_group() as group:
+            for index, request in enumerate(self._requests):
+                due = self.start + request.due_seconds
+                await anyio.sleep(max(0.0, due - time.perf_counter()))
+                group.start_soon(one, index, due)
+
+    async def _send(self, index: int, due: float) -> None:
+        outcome, stream = self._outcomes[index], _Stream()
+        outcome.start_seconds = due - self.start
+        outcome.late_seconds = time.perf_counter() - due
+        headers = {"Content-Type": "application/json"}
+        try:
+            async with self._session.post(
+                self._url, data=self._bodies[index], headers=headers
+            ) as response:
+                if response.status != 200:
+                    text = (await response.read()).decode("utf-8", "replace")
+                    stream.error = f"HTTP {response.status}: {text[:200]}"
+                else:
+                    async for chunk in response.content.iter_any():
+                        stream.feed(chunk, time.perf_counter())
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            stream.error = stream.error or f"{type(error).__name__}: {error}"
+        stream.settle(outcome, due)
+        self._finished += 1
+        self._report(self._finished)
+
+
+def _body(plan: LoadPlan, request: PlannedRequest) -> bytes:
+    body: dict[str, Any] = {
+        "max_tokens": request.output_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if plan.endpoint == "chat":
+        body["messages"] = [{"role": "user", "content": request.prompt}]
+    else:
+        body["prompt"] = request.prompt
+    if plan.model is not None:
+        body["model"] = plan.model
+    return json.dumps(body).encode()
+
+
+@dataclass(slots=True)
+class _Stream:
+    """The events of one response, as they arrive."""
+
+    texts: list[float] = field(default_factory=list)
+    """When each event with text arrived."""
+    ended: float | None = None
+    """When the finish reason arrived."""
+    finish_reason: str | None = None
+    usage: dict[str, Any] = field(default_factory=dict)
+    is_done: bool = False
+    error: str | None = None
+    _rest: bytes = b""
+
+    def feed(self, chunk: bytes, now: float) -> None:
+        """Take bytes that arrived at `now`. ValueError where an event is no JSON object."""
+        lines = (self._rest + chunk).split(b"\n")
+        self._rest = lines.pop()
+        for line in lines:
+            if line.startswith(b"data:"):
+                self._event(line[5:].strip(), now)
+
+    def _event(self, data: bytes, now: float) -> None:
+        if data == b"[DONE]":
+            self.is_done = True
+            return
+        event = msgspec.json.decode(data)
+        if not isinstance(event, dict):
+            raise ValueError(f"an event is no JSON object: {data[:100]!r}")
+        if event.get("error") or event.get("object") == "error":
+            said = event.get("error") or event
+            self.error = str(said.get("message", said) if isinstance(said, dict) else said)
+            return
+        self.usage = event.get("usage") or self.usage
+        for choice in event.get("choices") or ():
+            if _has_text(choice):
+                self.texts.append(now)
+            if choice.get("finish_reason"):
+                self.finish_reason, self.ended = choice["finish_reason"], now
+
+    def settle(self, outcome: RequestOutcome, due: float) -> None:
+        """Write what was seen into `outcome`: its times if all went well, else why not."""
+        outcome.error = self.error or next(self._missing(), None)
+        outcome.finish_reason = self.finish_reason
+        outcome.prompt_tokens = self.usage.get("prompt_tokens") or 0
+        outcome.output_tokens = self.usage.get("completion_tokens") or len(self.texts)
+        details = self.usage.get("prompt_tokens_details") or {}
+        outcome.cached_tokens = details.get("cached_tokens") or 0
+        if outcome.error is not None or self.ended is None:
+            return
+        last = max(self.ended, self.texts[-1])
+        outcome.ttft_seconds = self.texts[0] - due
+        outcome.e2e_seconds = last - due
+        outcome.itl_seconds = [b - a for a, b in zip(self.texts, self.texts[1:], strict=False)]
+        if outcome.output_tokens > 1:
+            outcome.tpot_seconds = (last - self.texts[0]) / (outcome.output_tokens - 1)
+
+    def _missing(self) -> Iterator[str]:
+        parts = (
+            (self.texts, "any text"),
+            (self.finish_reason, "a finish_reason"),
+            (self.is_done, "[DONE]"),
+        )
+        for is_there, name in parts:
+            if not is_there:
+                yield f"the stream ended without {name}"
+        if self.finish_reason == "error":
+            yield "the server ended the answer with finish_reason 'error'"
+
+
+def _has_text(choice: dict[str, Any]) -> bool:
+    """Whether a choice of an event brings something that the model generated."""
+    if choice.get("text"):
+        return True
+    delta = choice.get("delta") or {}
+    return any(
+        delta.get(key) for key in ("content", "reasoning_content", "reasoning", "tool_calls")
+    )
