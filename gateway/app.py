@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from headrace.errors import ErrorInfo, RemoteError
+from headrace.gateway.auth import Access, Guarded
 from headrace.gateway.chat import build_chat_call
 from headrace.gateway.completions import build_completion_call
 from headrace.gateway.endpoint import GenerationEndpoint
@@ -22,29 +28,71 @@ from headrace.gateway.state import GatewayState
 from headrace.gateway.tokenization import Detokenize, Tokenize
 
 
-def create_app(state: GatewayState) -> Starlette:
-    """Return the gateway as an ASGI application. It owns nothing: the server starts and stops `state`."""
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One method of one path, who may use it, and the endpoint."""
+
+    method: str
+    path: str
+    access: Access
+    endpoint: ASGIApp
+
+
+def operations(state: GatewayState) -> list[Operation]:
+    """Return everything the main port answers."""
     chat = GenerationEndpoint(state, "/v1/chat/completions", CHAT_DECODER, build_chat_call)
     completions = GenerationEndpoint(
         state, "/v1/completions", COMPLETION_DECODER, build_completion_call
     )
+    return [
+        Operation("POST", "/v1/chat/completions", "key", chat),
+        Operation("POST", "/v1/completions", "key", completions),
+        Operation("GET", "/v1/models", "key", ListModels(state)),
+        Operation("GET", "/v1/models/{model:path}", "key", ShowModel(state)),
+        Operation("POST", "/tokenize", "key", Tokenize(state)),
+        Operation("POST", "/detokenize", "key", Detokenize(state)),
+        Operation("GET", "/health", "open", Health()),
+        Operation("GET", "/ready", "open", Ready(state)),
+        Operation("GET", "/metrics", "metrics", Metrics(state)),
+    ]
+
+
+def create_app(state: GatewayState) -> Starlette:
+    """Return the gateway as an ASGI application. It owns nothing: the server starts and stops `state`."""
+    return application(state, operations(state))
+
+
+def application(state: GatewayState, table: Sequence[Operation]) -> Starlette:
+    """Return an application of these operations, each behind the check of who may use it."""
     app = Starlette(
         routes=[
-            Route("/v1/chat/completions", chat, methods=["POST"]),
-            Route("/v1/completions", completions, methods=["POST"]),
-            Route("/v1/models", ListModels(state), methods=["GET"]),
-            Route("/v1/models/{model:path}", ShowModel(state), methods=["GET"]),
-            Route("/tokenize", Tokenize(state), methods=["POST"]),
-            Route("/detokenize", Detokenize(state), methods=["POST"]),
-            Route("/health", Health(), methods=["GET"]),
-            Route("/ready", Ready(state), methods=["GET"]),
-            Route("/metrics", Metrics(state), methods=["GET"]),
+            Route(
+                each.path,
+                Guarded(each.endpoint, state.authenticator, each.access),
+                methods=[each.method],
+            )
+            for each in table
         ],
-        middleware=[Middleware(RequestIdMiddleware), Middleware(ErrorMiddleware)],
+        middleware=[Middleware(RequestIdMiddleware), *_cors(state), Middleware(ErrorMiddleware)],
         exception_handlers={HTTPException: _http_error},
     )
     app.router.redirect_slashes = False  # it would send clients to whatever their Host header says
     return app
+
+
+def _cors(state: GatewayState) -> list[Middleware]:
+    origins = state.config.gateway.cors_origins
+    if not origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type", "x-api-key", "x-request-id"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    ]
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -20,7 +20,9 @@ _TYPES = {
     403: "permission_error",
     404: "invalid_request_error",
     405: "invalid_request_error",
+    408: "invalid_request_error",
     413: "invalid_request_error",
+    415: "invalid_request_error",
     429: "rate_limit_error",
     431: "invalid_request_error",
     499: "request_aborted",
@@ -39,6 +41,13 @@ class BodyTooLarge(RequestError):
 
     code = "body_too_large"
     http_status = 413
+
+
+class EncodedBody(RequestError):
+    """The body is compressed; its size could not be bounded before it is unpacked."""
+
+    code = "content_encoding_not_supported"
+    http_status = 415
 
 
 class NotReady(RequestError):
@@ -69,6 +78,8 @@ def error_response(error: BaseException) -> Response:
     info = error_info(error)
     extra = error.extra if isinstance(error, NotReady) else None
     headers = {}
+    if info.http_status == 401:
+        headers["www-authenticate"] = 'Bearer realm="headrace"'
     seconds = info.retry_after_seconds
     if seconds is None and info.http_status in (429, 503):
         seconds = _DEFAULT_RETRY_AFTER_SECONDS

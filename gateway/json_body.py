@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.types import Receive, Scope
 
-from headrace.errors import InvalidRequest, RequestAborted
-from headrace.gateway.errors import BodyTooLarge
+from headrace.errors import InvalidRequest, RequestAborted, shown
+from headrace.gateway.errors import BodyTooLarge, EncodedBody
 
 T = TypeVar("T")
 
@@ -40,7 +40,8 @@ def content_length(scope: Scope) -> int:
 
 
 async def read_body(scope: Scope, receive: Receive, max_body_bytes: int) -> bytes:
-    """Return the whole body, or raise BodyTooLarge or RequestAborted."""
+    """Return the whole body, or raise EncodedBody, BodyTooLarge or RequestAborted."""
+    _check_encoding(scope)
     if content_length(scope) > max_body_bytes:
         raise _too_large(content_length(scope), max_body_bytes)
     parts: list[bytes] = []
@@ -56,6 +57,15 @@ async def read_body(scope: Scope, receive: Receive, max_body_bytes: int) -> byte
         parts.append(part)
         if not message.get("more_body", False):
             return b"".join(parts)
+
+
+def _check_encoding(scope: Scope) -> None:
+    for name, value in scope["headers"]:
+        if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
+            encoding = shown(value.decode("latin-1"))
+            raise EncodedBody(
+                f"the body has the content encoding '{encoding}'; send it as plain JSON, without one"
+            )
 
 
 def _too_large(size: int, limit: int) -> BodyTooLarge:

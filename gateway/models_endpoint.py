@@ -8,6 +8,7 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from headrace.gateway.errors import JSONBytes
+from headrace.gateway.identity import identity_of
 from headrace.gateway.readiness import check_any_ready, groups, ready_card, require_card
 from headrace.gateway.state import GatewayState
 from headrace.types import ModelCard
@@ -15,14 +16,15 @@ from headrace.types import ModelCard
 
 @dataclass(frozen=True, slots=True)
 class ListModels:
-    """GET /v1/models: the models that are ready."""
+    """GET /v1/models: the models that are ready, of those the caller may use."""
 
     state: GatewayState
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         check_any_ready(self.state)
         cards = [ready_card(group) for group in groups(self.state)]
-        data = [model_object(card) for card in cards if card is not None]
+        identity = identity_of(scope)
+        data = [model_object(card) for card in cards if card and identity.may_use(card.name)]
         await JSONBytes({"object": "list", "data": data})(scope, receive, send)
 
 
@@ -34,6 +36,7 @@ class ShowModel:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         group = self.state.router.resolve(scope["path_params"]["model"])
+        identity_of(scope).check_model(group.name)
         card = require_card(group, self.state)
         await JSONBytes(model_object(card))(scope, receive, send)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from headrace.gateway.admission import AdmissionGate
+from headrace.gateway.auth import Authenticator
 from headrace.gateway.observers import Observers
 from headrace.gateway.text_assets import TextAssets
 from headrace.interfaces import Clock
@@ -70,6 +71,7 @@ class GatewayState:
     clock: Clock
     observers: Observers = field(default_factory=Observers)
     admission: AdmissionGate = field(default_factory=AdmissionGate)
+    authenticator: Authenticator = field(default_factory=Authenticator)
     limits: Limits = field(default_factory=Limits)
     texts: TextAssets = field(default_factory=TextAssets)
     wall_clock: Callable[[], float] = time.time

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import functools
+import os
 import pathlib
 import signal
 import socket
@@ -25,12 +26,14 @@ from headrace.engine.client import ProcessEngine
 from headrace.errors import ConfigError, RequestError
 from headrace.gateway.admission import AdmissionGate
 from headrace.gateway.app import create_app
+from headrace.gateway.auth import Authenticator
 from headrace.gateway.http_protocol import HttpProtocol
 from headrace.gateway.metrics import GatewayMetrics
 from headrace.gateway.observers import Observers
 from headrace.gateway.replica import Replica
 from headrace.gateway.router import ModelGroup, Router
 from headrace.gateway.state import GatewayState
+from headrace.gateway.tls import tls_options
 from headrace.logs import configure_logging
 from headrace.plugins.manager import create_plugin_manager, notify
 from headrace.plugins.registry import Registries
@@ -113,9 +116,11 @@ class Gateway:
         self._manager = manager
         self._listener = listener
         self._exit_code = 0
+        authenticator = Authenticator(config.gateway, os.environ)
+        tls = tls_options(config.gateway.tls)
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
-        self.url = f"http://{shown}:{port}"
+        self.url = f"{'https' if tls else 'http'}://{shown}:{port}"
         self._info = ServerInfo(
             host=host, port=port, models=tuple(model.name for model in config.models)
         )
@@ -130,6 +135,7 @@ class Gateway:
             clock=SystemClock(),
             observers=self._observers,
             admission=build_admission(config, registries),
+            authenticator=authenticator,
         )
         self._texts = state.texts
         self._http = HttpServer(
@@ -143,6 +149,7 @@ class Gateway:
                     HttpProtocol, stall_timeout=config.gateway.stall_timeout + _CUT_OFF_SECONDS
                 ),
                 ws="none",
+                **tls,
                 timeout_graceful_shutdown=_GRACE_SECONDS,
             )
         )

@@ -1,7 +1,7 @@
 """Every fault known from other servers that concerns what is built has a test that names it.
 
 A row is one such fault: S streams, P parameters, T text, G log probabilities, C prefix cache,
-K scheduler and memory, Q quantized files and loading, M metrics, X processes and configuration.
+K scheduler and memory, Q quantized files and loading, M metrics, U keys of callers, X processes and configuration.
 A test covers a row by naming it in its docstring.
 """
 
@@ -19,10 +19,11 @@ ROWS = """
     P02 P03 P04 P05 P06 P07 P09 P10 P11 P12 P14 P15 P16 P18 P19 P20 P23 P24 P26 P27
     T01 T03 T04 T06 T07 T08 T10 T11
     G02
-    C01 C02 C04 C06 C07
+    C01 C02 C03 C04 C06 C07
     K01 K03 K04 K07 K08 K09 K11
     Q03 Q05 Q06 Q08 Q11 Q12 Q13 Q15 Q16
-    M03 M05
+    M03 M05 M06
+    U03
     X01 X02 X03 X06 X07
 """.split()
 

@@ -8,6 +8,7 @@ from headrace.cli.bench import bench
 from headrace.cli.chat import chat
 from headrace.cli.check_config import check_config
 from headrace.cli.generate import generate
+from headrace.cli.keys import keys
 from headrace.cli.plugins import plugins
 from headrace.cli.pull import pull
 from headrace.cli.serve import serve
@@ -26,6 +27,7 @@ app.command()(bench)
 app.command()(pull)
 app.command("check-config")(check_config)
 app.command()(plugins)
+app.add_typer(keys)
 
 
 @app.callback(invoke_without_command=True)

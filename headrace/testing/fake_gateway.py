@@ -14,6 +14,7 @@ from headrace.config import Config
 from headrace.config.schema import GatewayConfig
 from headrace.gateway.admission import AdmissionGate
 from headrace.gateway.app import create_app
+from headrace.gateway.auth import Authenticator
 from headrace.gateway.metrics import GatewayMetrics
 from headrace.gateway.observers import Observers
 from headrace.gateway.replica import Replica
@@ -52,6 +53,7 @@ class FakeGateway:
         admission: Sequence[AdmissionPolicy] = (),
         limits: Limits | None = None,
         clock: Clock | None = None,
+        environ: Mapping[str, str] | None = None,
     ) -> None:
         self.engines = engines or (FakeClient(),)
         self.engine = self.engines[0]
@@ -60,13 +62,15 @@ class FakeGateway:
         self.router = Router(groups, policy=RoundRobin(), fallback=RoundRobin())
         self.metrics = RecordingMetrics(self.router)
         self.observed: list[RequestSummary] = []
+        config = config or GatewayConfig()
         self.state = GatewayState(
-            config=Config(gateway=config or GatewayConfig()),
+            config=Config(gateway=config),
             router=self.router,
             metrics=self.metrics,
             clock=clock or SystemClock(),
             observers=Observers([self._observe]),
             admission=AdmissionGate(admission),
+            authenticator=Authenticator(config, environ or {}),
             limits=limits or Limits(),
         )
         self.app = create_app(self.state)

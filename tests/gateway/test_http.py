@@ -302,3 +302,17 @@ def test_a_prompt_that_cannot_fit_is_refused_with_its_count(
     assert error["code"] == "context_length_exceeded"
     assert "256" in error["message"]
     assert engine.requests == []
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "GZIP, identity", "deflate"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+def test_a_compressed_body_is_refused(client: TestClient, path: str, encoding: str) -> None:
+    response = client.post(path, content=b"\x1f\x8b", headers={"content-encoding": encoding})
+    assert response.status_code == 415
+    assert encoding in response.json()["error"]["message"]
+
+
+def test_identity_is_no_compression(client: TestClient) -> None:
+    headers = {"content-encoding": "identity"}
+    body = {"prompt": "a", "max_tokens": 1}
+    assert client.post("/v1/completions", json=body, headers=headers).status_code == 200
