@@ -128,10 +128,9 @@ class KVCache:
         self.pool.release(reversed(sequence.block_ids))
         sequence.forget_computed()
 
-    def discard(self, sequence: Sequence) -> None:
-        """Return blocks whose contents are wrong: nobody finds them again."""
+    def withdraw(self, sequence: Sequence) -> None:
+        """Make the sequence's blocks unfindable, because their contents are wrong; it keeps them."""
         self.pool.withdraw(sequence.block_ids)
-        self.free(sequence)
 
     def _reads_cache(self, sequence: Sequence) -> bool:
         """Prompt log probabilities need every prompt row computed, so such a request reads nothing."""

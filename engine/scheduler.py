@@ -12,6 +12,7 @@ room for the growth of the others is left, twice as much each time.
 from __future__ import annotations
 
 from headrace.engine.batch import BatchPlan, PlannedSequence
+from headrace.engine.chunks import bound_by_scoring, decodes, in_turn, planned
 from headrace.engine.kv_cache import KVCache
 from headrace.engine.sequence import Family, Sequence, Status
 from headrace.interfaces import SchedulingPolicy
@@ -49,6 +50,7 @@ class Scheduler:
         self._max_batched_tokens = settings.max_batched_tokens
         self._max_score_rows = max_score_rows
         self._is_rank_stale = False
+        self._is_ahead = False
         self._ranked_at = 0.0
         self._blocked: tuple[Sequence, int, int] | None = None
         self._view = SchedulerView(
@@ -119,12 +121,16 @@ class Scheduler:
 
     def _stop(self, sequence: Sequence, *, are_rows_valid: bool = True) -> None:
         self.running.remove(sequence)
+        if not are_rows_valid:
+            self.kv_cache.withdraw(sequence)
+        if not sequence.num_flying_tokens:
+            self.release(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        """Take back slot and blocks of a sequence that left: at once, or when no step writes them any more."""
         self._free_slots.append(sequence.slot)
         sequence.slot = -1
-        if are_rows_valid:
-            self.kv_cache.free(sequence)
-        else:
-            self.kv_cache.discard(sequence)
+        self.kv_cache.free(sequence)
 
     def _preempt(self, sequence: Sequence, plan: BatchPlan) -> None:
         plan.drop(sequence)
@@ -138,24 +144,46 @@ class Scheduler:
     def schedule(self, now: float) -> BatchPlan:
         """Return what to run now. Empty only when nothing is waiting or running."""
         plan = BatchPlan()
-        self._plan_decodes(plan)
+        self._plandecodes(plan)
         if self.waiting:
             self._admit(plan, now)
         if len(self.running) > plan.num_decodes:
             self._plan_prefills(plan, now)
         return plan
 
-    def _plan_decodes(self, plan: BatchPlan) -> None:
+    def schedule_ahead(self, now: float) -> BatchPlan | None:
+        """Return what to run after the step in flight, before its result is in.
+
+        None: that cannot be said yet, because somebody would have to be taken back (blocks are freed
+        only when no step writes them), or because there is nothing to run.
+        """
+        self._is_ahead = True
+        try:
+            plan = self.schedule(now)
+        except _MustWait:
+            return None
+        finally:
+            self._is_ahead = False
+        return plan if plan.entries else None
+
+    def _plandecodes(self, plan: BatchPlan) -> None:
+        size = self.kv_cache.block_size
+        entries = plan.entries
         for sequence in list(self.running):
-            if sequence.status is not Status.RUNNING or not _decodes(sequence):
+            if sequence.status is not Status.RUNNING or not decodes(sequence):
                 continue
-            if self._try_make_room(sequence, 1, plan):
-                plan.entries.append(_planned(sequence, 1))
+            if self._is_ahead and sequence.is_last_token_flying:
+                continue
+            room = len(sequence.block_ids) * size - sequence.num_kv_rows()
+            if room > 0 or self._try_make_room(sequence, 1, plan):
+                entries.append(planned(sequence, 1))
                 plan.num_decodes += 1
 
     def _try_make_room(self, sequence: Sequence, num_tokens: int, plan: BatchPlan) -> bool:
         """Find blocks for a sequence, taking others back; False: it was taken back itself."""
         while not self.kv_cache.try_grow(sequence, num_tokens):
+            if self._is_ahead:
+                raise _MustWait
             candidates = [other for other in self.running[1:] if other.block_ids]
             victim = self._choose_victim(candidates)
             self._preempt(victim, plan)
@@ -175,7 +203,7 @@ class Scheduler:
 
     def _refresh_view(self) -> SchedulerView:
         self._view.num_free_blocks = self.kv_cache.pool.num_free
-        self._view.prefilling = sum(not _decodes(sequence) for sequence in self.running)
+        self._view.prefilling = sum(not decodes(sequence) for sequence in self.running)
         self._view.decoding = len(self.running) - self._view.prefilling
         return self._view
 
@@ -221,9 +249,7 @@ class Scheduler:
         """Return how many free blocks too few there are for a sequence to start (0 or less: enough)."""
         kv_cache = self.kv_cache
         reserved = sum(
-            max(0, kv_cache.blocks_to_finish(other))
-            for other in self.running
-            if not _decodes(other)
+            max(0, kv_cache.blocks_to_finish(other)) for other in self.running if not decodes(other)
         )
         growth = len(self.running) << min(sequence.num_preemptions, 24)
         needed = kv_cache.blocks_to_start(sequence) + reserved + growth
@@ -243,6 +269,8 @@ class Scheduler:
         ]
         if not lower:
             return False
+        if self._is_ahead:
+            raise _MustWait
         views = [other.refresh_view() for other in lower]
         order = self.policy.rank_waiting([*views, sequence.refresh_view()], self._refresh_view())
         behind = [id(view) for view in order]
@@ -262,10 +290,12 @@ class Scheduler:
     # --- prompt chunks ----------------------------------------------------------
 
     def _plan_prefills(self, plan: BatchPlan, now: float) -> None:
+        prefilling = [sequence for sequence in self.running if not decodes(sequence)]
+        if not prefilling:
+            return
         budget = self._prefill_budget(plan, now)
         score_rows = self._max_score_rows
-        prefilling = [sequence for sequence in self.running if not _decodes(sequence)]
-        for sequence in _in_turn(prefilling, budget):
+        for sequence in in_turn(prefilling, budget):
             if budget <= 0:
                 break
             if sequence.status is not Status.RUNNING:
@@ -290,12 +320,12 @@ class Scheduler:
         wish = max(0, min(self.policy.prefill_budget(view), view.token_budget))
         if plan.num_decodes == 0:
             return max(wish, least)
-        decodes = [entry.sequence for entry in plan.entries]
-        targets = [t for s in decodes if (t := s.request.tpot_target_seconds) is not None]
+        decoding = [entry.sequence for entry in plan.entries]
+        targets = [t for s in decoding if (t := s.request.tpot_target_seconds) is not None]
         if not targets or not self.step_time.is_fitted:
             return wish
         within = self.step_time.formula.prefill_tokens_within(
-            min(targets), len(decodes), sum(s.num_kv_rows() for s in decodes), view.token_budget
+            min(targets), len(decoding), sum(s.num_kv_rows() for s in decoding), view.token_budget
         )
         return min(wish, max(within, least))
 
@@ -306,7 +336,7 @@ class Scheduler:
         if not sequence.has_begun:
             self.kv_cache.begin(sequence)
         num_tokens = min(sequence.num_pending_tokens, budget)
-        num_tokens, num_score_rows = _bound_by_scoring(sequence, num_tokens, score_rows)
+        num_tokens, num_score_rows = bound_by_scoring(sequence, num_tokens, score_rows)
         if sequence is self.running[0]:
             if num_tokens <= 0 or not self._try_make_room(sequence, num_tokens, plan):
                 return None
@@ -314,62 +344,10 @@ class Scheduler:
             num_tokens = min(num_tokens, self.kv_cache.rows_available(sequence))
             if num_tokens <= 0:
                 return None
-            num_tokens, num_score_rows = _bound_by_scoring(sequence, num_tokens, score_rows)
+            num_tokens, num_score_rows = bound_by_scoring(sequence, num_tokens, score_rows)
             self.kv_cache.try_grow(sequence, num_tokens)
-        return _planned(sequence, num_tokens, num_score_rows)
+        return planned(sequence, num_tokens, num_score_rows)
 
 
-def _decodes(sequence: Sequence) -> bool:
-    return sequence.has_begun and sequence.num_pending_tokens == 1
-
-
-def _planned(sequence: Sequence, num_tokens: int, num_score_rows: int = 0) -> PlannedSequence:
-    drawing: list[Sequence] = []
-    if num_tokens == sequence.num_pending_tokens:
-        drawing.append(sequence)
-        family = sequence.family
-        if sequence is family.leader and len(family.sequences) > 1:
-            drawing.extend(family.pending())
-    return PlannedSequence(sequence, num_tokens, num_score_rows, drawing)
-
-
-def _bound_by_scoring(sequence: Sequence, num_tokens: int, score_rows: int) -> tuple[int, int]:
-    """Return the tokens and the score rows of a chunk that scores its prompt.
-
-    The row of token i scores prompt token i + 1. Rows of logits are large, so a step takes a bounded
-    number of them; tokens scored before a preemption are not scored again.
-    """
-    request = sequence.request
-    if request.sampling.prompt_logprobs is None:
-        return num_tokens, 0
-    last = len(request.prompt_token_ids) - 1
-    num_scored = sequence.family.num_scored
-    if num_scored > last:
-        return num_tokens, 0
-    if num_scored + score_rows <= last:
-        most = num_scored + score_rows - 1 - sequence.num_computed_tokens
-        num_tokens = min(num_tokens, most)
-    end = min(sequence.num_computed_tokens + num_tokens, last)
-    return num_tokens, max(0, end - num_scored + 1)
-
-
-def _in_turn(prefilling: list[Sequence], budget: int) -> list[Sequence]:
-    """Return who gets tokens first: short remainders for half the budget, long ones, other short ones."""
-    if len(prefilling) == 1:
-        return prefilling
-    first: list[Sequence] = []
-    long: list[Sequence] = []
-    later: list[Sequence] = []
-    room = budget // 2
-    for sequence in prefilling:
-        wanted = sequence.num_pending_tokens
-        if not sequence.has_begun:
-            wanted -= sequence.view.num_cached_tokens
-        if wanted > budget // 4:
-            long.append(sequence)
-        elif wanted <= room:
-            room -= wanted
-            first.append(sequence)
-        else:
-            later.append(sequence)
-    return [*first, *long, *later]
+class _MustWait(Exception):
+    """A step cannot be planned before the one in flight gave its result."""

@@ -153,11 +153,12 @@ def test_a_fork_without_a_free_block_changes_nothing() -> None:
     assert [cache.pool.block(block_id).ref_count for block_id in range(3)] == [1, 1, 1]
 
 
-def test_discarded_blocks_are_not_found_again() -> None:
+def test_withdrawn_blocks_are_not_found_again() -> None:
     cache = make_cache()
     sequence = make_sequence(list(range(1, 12)))
     compute(cache, sequence)
-    cache.discard(sequence)
+    cache.withdraw(sequence)
+    cache.free(sequence)
     assert cache.cached_blocks(make_sequence(list(range(1, 12)))) == []
     assert cache.pool.num_free == 16
 
