@@ -18,7 +18,8 @@ from typing import Any, Protocol
 from headrace.engine.child import ChildProcess, describe_exit, relay_line
 from headrace.engine.loop import EngineLoop, SteppedEngine
 from headrace.engine.outbox import Outbox
-from headrace.engine.streams import ClientState, EventStream, StreamingClient
+from headrace.engine.streams import ClientState as ClientState
+from headrace.engine.streams import EventStream, StreamingClient
 from headrace.errors import EngineFailed, HeadraceError
 from headrace.types import (
     EngineStats,

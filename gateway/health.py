@@ -8,7 +8,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from headrace.gateway.errors import JSONBytes
-from headrace.gateway.readiness import group_status, groups, ready_card
+from headrace.gateway.readiness import group_status, groups, is_ready, ready_card
 from headrace.gateway.state import GatewayState
 
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -32,19 +32,19 @@ class Ready:
         state = self.state
         all_groups = groups(state)
         cards = [ready_card(group) for group in all_groups]
-        is_ready = bool(cards) and all(cards)
-        if is_ready:
+        all_ready = bool(all_groups) and all(map(is_ready, all_groups))
+        if all_ready:
             for card in cards:
                 if card is not None:
                     await state.texts.get(card)
         headers = {}
-        if not is_ready:
+        if not all_ready:
             headers["retry-after"] = str(round(state.limits.retry_after_starting_seconds))
         body = {
-            "ready": is_ready,
+            "ready": all_ready,
             "models": {group.name: group_status(group) for group in all_groups},
         }
-        status = 200 if is_ready else 503
+        status = 200 if all_ready else 503
         await JSONBytes(body, status_code=status, headers=headers)(scope, receive, send)
 
 

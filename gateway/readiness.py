@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from headrace.errors import InvalidRequest
 from headrace.gateway.errors import NotReady
 from headrace.gateway.state import GatewayState
 from headrace.types import ModelCard
@@ -20,9 +21,14 @@ if TYPE_CHECKING:
 def ready_card(group: ModelGroup) -> ModelCard | None:
     """Return the card of a replica that can serve now."""
     for replica in group.replicas:
-        if replica.client.state == "ready" and replica.client.card is not None:
+        if replica.is_ready and replica.client.card is not None:
             return replica.client.card
     return None
+
+
+def is_ready(group: ModelGroup) -> bool:
+    """Whether a replica can serve the model now, here or elsewhere."""
+    return any(replica.is_ready for replica in group.replicas)
 
 
 def groups(state: GatewayState) -> list[ModelGroup]:
@@ -32,13 +38,22 @@ def groups(state: GatewayState) -> list[ModelGroup]:
 def check_any_ready(state: GatewayState) -> None:
     """Raise NotReady where no model can be served at all."""
     all_groups = groups(state)
-    if not any(ready_card(group) for group in all_groups):
+    if not any(map(is_ready, all_groups)):
         raise not_ready(all_groups, state)
 
 
 def require_card(group: ModelGroup, state: GatewayState) -> ModelCard:
-    """Return the card of a model that is ready, or raise NotReady."""
+    """Return the card of a model that is ready here.
+
+    Raises NotReady, or InvalidRequest where only other servers have the model.
+    """
     card = ready_card(group)
+    if card is None and group.is_remote:
+        raise InvalidRequest(
+            f"the model '{group.name}' runs on another server, and its tokens are not known here; "
+            "ask that server",
+            param="model",
+        )
     if card is None:
         raise not_ready([group], state)
     return card
@@ -46,7 +61,9 @@ def require_card(group: ModelGroup, state: GatewayState) -> ModelCard:
 
 def not_ready(waiting: Sequence[ModelGroup], state: GatewayState) -> NotReady:
     """Return the 503 that says how far the start of the slowest of these models is."""
-    reports = [(group.name, group_status(group)) for group in waiting if not ready_card(group)]
+    reports = [(group.name, group_status(group)) for group in waiting if not is_ready(group)]
+    if not reports:  # ready elsewhere only, and tokens are needed here
+        reports = [(group.name, group_status(group)) for group in waiting]
     name, status = min(reports, key=lambda report: float(report[1]["progress"]))
     message = f"model '{name}' is not ready: {status['state']}, {describe(status)}"
     return NotReady(
@@ -65,11 +82,13 @@ def describe(status: dict[str, Any]) -> str:
 
 def group_status(group: ModelGroup) -> dict[str, Any]:
     """Return {state, stage, progress[, reason]} of the replica that is furthest."""
+    if not group.replicas:
+        return {"state": "failed", "stage": "", "progress": 0.0, "reason": "it has no replica"}
     return max(map(replica_status, group.replicas), key=_furthest)
 
 
 def _furthest(status: dict[str, Any]) -> tuple[int, float]:
-    order = ("stopped", "failed", "starting", "ready")
+    order = ("stopped", "failed", "draining", "starting", "ready")
     return order.index(status["state"]), float(status["progress"])
 
 
@@ -78,15 +97,14 @@ def replica_status(replica: Replica) -> dict[str, Any]:
 
     Of a reason the first line: what an engine printed before it died is for the log, not for callers.
     """
-    client = replica.client
-    if client.state == "ready":
+    if replica.is_ready:
         return {"state": "ready", "stage": "ready", "progress": 1.0}
-    progress = client.progress
+    progress = replica.client.progress
     status: dict[str, Any] = {
-        "state": client.state,
+        "state": replica.state,
         "stage": progress.stage,
         "progress": round(progress.fraction, 4),
     }
-    if client.failure:
-        status["reason"] = client.failure.partition("\n")[0]
+    if replica.failure:
+        status["reason"] = replica.failure.partition("\n")[0]
     return status

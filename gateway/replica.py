@@ -1,21 +1,88 @@
-"""Somewhere a request can run: an engine client, and the model it serves."""
+"""Somewhere a request can run: a client of an engine or of another server, and whether to send there now."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
 
-from headrace.engine.client import EngineClient
+from headrace.config import ReplicaEntry
+from headrace.engine.client import ClientState, EngineClient
+from headrace.gateway.breaker import CircuitBreaker
+from headrace.gateway.upstream import Upstream
+from headrace.types import EngineStats, ModelCard, Progress
+
+ReplicaState = Literal["starting", "ready", "draining", "failed", "stopped"]
 
 
-@dataclass(frozen=True, slots=True)
+class ReplicaClient(Protocol):
+    """What every kind of client tells of itself; how it is asked is the kind's own."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def state(self) -> ClientState: ...
+
+    @property
+    def progress(self) -> Progress: ...
+
+    @property
+    def card(self) -> ModelCard | None:
+        """None for what runs elsewhere: only an engine here opens a checkpoint."""
+        ...
+
+    @property
+    def stats(self) -> EngineStats: ...
+
+    @property
+    def failure(self) -> str | None: ...
+
+    @property
+    def restarts_total(self) -> int: ...
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
 class Replica:
-    """One of the places that serve a model. What changes is the client's."""
+    """One of the places that serve a model. `entry` is how the configuration describes it."""
 
     id: str
     """Unique in the gateway."""
     model_name: str
-    client: EngineClient
+    client: EngineClient | Upstream
+    entry: ReplicaEntry = ReplicaEntry()
+    breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
+    is_draining: bool = False
+    """What runs there may finish; nothing new is sent."""
+
+    @property
+    def state(self) -> ReplicaState:
+        """What operators and policies are told."""
+        if self.is_draining and self.client.state != "stopped":
+            return "draining"
+        if self.client.state == "ready" and not self.breaker.is_closed:
+            return "failed"
+        return self.client.state
 
     @property
     def is_ready(self) -> bool:
-        return self.client.state == "ready"
+        return self.state == "ready"
+
+    def can_serve(self, now: float) -> bool:
+        """Whether a request may be sent there now; one that failed may get a trial."""
+        return not self.is_draining and self.client.state == "ready" and self.breaker.allows(now)
+
+    @property
+    def upstream(self) -> Upstream | None:
+        """The other server, where it is one."""
+        return self.client if isinstance(self.client, Upstream) else None
+
+    @property
+    def failure(self) -> str | None:
+        """Why it is not ready, where something went wrong."""
+        if self.client.failure or self.breaker.is_closed:
+            return self.client.failure
+        return "it failed several requests in a row and is left alone for a while"

@@ -6,7 +6,7 @@ chooses takes a hold on the ledger before anything else runs, so that the next c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace.errors import InvalidRequest, ModelNotFound, Unavailable, did_you_mean, shown
@@ -25,10 +25,20 @@ _NOTHING_MATCHED: Mapping[str, int] = {}
 
 @dataclass(frozen=True, slots=True)
 class ModelGroup:
-    """A model and the replicas that serve it, at least one."""
+    """A model and the replicas that serve it, as they are at one moment."""
 
     name: str
     replicas: tuple[Replica, ...]
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether only other servers serve it: nothing here has its tokenizer."""
+        return bool(self.replicas) and all(replica.upstream for replica in self.replicas)
+
+    @property
+    def has_upstream(self) -> bool:
+        """Whether another server serves it too."""
+        return any(replica.upstream for replica in self.replicas)
 
 
 class Router:
@@ -74,12 +84,36 @@ class Router:
             )
         return group
 
-    def choose(self, request: RoutingRequest, now: float) -> Replica:
-        """Return the replica that shall serve a request. Raises Unavailable where none is ready."""
+    def find(self, replica_id: str) -> Replica | None:
+        """Return the replica of that id, of whatever model."""
+        return next((replica for replica in self.replicas() if replica.id == replica_id), None)
+
+    def set_replicas(self, model: str, replicas: Sequence[Replica]) -> None:
+        """Change who serves a model, from the next choice on. What is known of those gone is dropped."""
+        before = self._groups[model].replicas
+        self._groups[model] = ModelGroup(model, tuple(replicas))
+        for replica in before:
+            if replica not in replicas:
+                self.prefixes.forget(replica.id)
+                self._restarts.pop(replica.id, None)
+
+    def choose(
+        self, request: RoutingRequest, now: float, *, excluding: Collection[str] = ()
+    ) -> Replica:
+        """Return the replica that shall serve a request, none of the ids in `excluding`.
+
+        Raises Unavailable where none is ready.
+        """
         group = self.resolve(request.model)
-        ready = {replica.id: replica for replica in group.replicas if replica.is_ready}
+        ready = {
+            replica.id: replica
+            for replica in group.replicas
+            if replica.can_serve(now) and replica.id not in excluding
+        }
         if not ready:
-            raise none_ready(group)
+            raise none_ready(group, now)
+        if len(ready) == 1:
+            return next(iter(ready.values()))
         matched = self._matched_tokens(request, tuple(ready.values()))
         views = [self._view(replica, matched) for replica in ready.values()]
         return ready[self._guard.choose(request, views, now)]
@@ -115,7 +149,7 @@ class Router:
         card = replica.client.card
         return ReplicaView(
             id=replica.id,
-            state=replica.client.state,
+            state=replica.state,
             num_requests=load.num_requests,
             num_tokens=load.num_tokens,
             block_size=_block_size(replica),
@@ -132,14 +166,19 @@ def _block_size(replica: Replica) -> int:
     return card.block_size if card is not None else _DEFAULT_BLOCK_SIZE
 
 
-def none_ready(group: ModelGroup) -> Unavailable:
+def none_ready(group: ModelGroup, now: float) -> Unavailable:
     """Return the refusal that says how far the replica is that comes next."""
     starting = [replica.client for replica in group.replicas if replica.client.state == "starting"]
     if not starting:
-        states = sorted({replica.client.state for replica in group.replicas})
+        states = sorted({replica.state for replica in group.replicas}) or ["no replica"]
+        resting = [
+            replica.breaker.seconds_to_trial(now)
+            for replica in group.replicas
+            if not replica.breaker.is_closed
+        ]
         return Unavailable(
-            f"the model '{group.name}' cannot be served: its engine has {' or '.join(states)}",
-            retry_after_seconds=_RETRY_AFTER_FAILED_SECONDS,
+            f"the model '{group.name}' cannot be served: its replicas are {' or '.join(states)}",
+            retry_after_seconds=min(resting, default=_RETRY_AFTER_FAILED_SECONDS),
         )
     stage = max((client.progress for client in starting), key=lambda progress: progress.fraction)
     return Unavailable(

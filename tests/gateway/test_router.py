@@ -123,7 +123,7 @@ def test_none_ready_is_unavailable_with_the_stage_of_the_one_that_comes_next() -
 
     with pytest.raises(Unavailable, match=r"'m' is starting \(load, 42%\)") as starting:
         router(waiting).choose(RoutingRequest("m"), 0.0)
-    with pytest.raises(Unavailable, match="its engine has failed") as failed:
+    with pytest.raises(Unavailable, match="its replicas are failed") as failed:
         router(group("m", "failed")).choose(RoutingRequest("m"), 0.0)
     assert starting.value.retry_after_seconds == 2.0
     assert failed.value.retry_after_seconds == 30.0
