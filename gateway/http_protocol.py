@@ -2,40 +2,62 @@
 
 The parser collects a head for as long as it comes, and drops the body of a request that offers another
 protocol, as Java's client does with every first one (`Upgrade: h2c`). Such an offer may be ignored (RFC
-9110, 7.8), so that request is parsed a second time without it. And closing a connection waits for the
-client to take what was written, however long that is.
+9110, 7.8), so that request is parsed a second time without it. Closing a connection waits for the client to
+take what was written, however long that is. And a request may stay half sent for ever.
+
+A client that ends its side of the connection has left, even if it still reads: nothing tells the two
+apart before something is written, and an answer that nobody reads would be computed to its end.
 """
 
 from __future__ import annotations
 
+import asyncio
+import functools
 from asyncio import TimerHandle
 from typing import Any
 
 import httptools
 import msgspec
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from headrace.errors import ErrorInfo
 from headrace.gateway.errors import error_object
+from headrace.gateway.middleware import HANG_UP
 
 MAX_HEAD_BYTES = 256 << 10
 """Of request line and headers. What is read at once with their beginning or their end is not counted."""
 
-_REASONS = {400: "Bad Request", 431: "Request Header Fields Too Large"}
+MAX_HEADERS = 256
+MIN_BODY_BYTES_PER_SECOND = 1024
+"""What a body must bring beyond `receive_timeout`."""
+
+_REASONS = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large"}
 _OFFERS = (b"connection", b"upgrade", b"http2-settings")
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection. It is cut off where the client takes nothing of an answer for `stall_timeout`."""
+    """One connection. It is cut off where the client takes nothing of an answer for `stall_timeout`, and
+    where a head, or a body at 1 KB/s, is not in after `receive_timeout`; both in seconds.
+    """
 
-    def __init__(self, *arguments: Any, stall_timeout: float, **options: Any) -> None:
+    def __init__(
+        self, *arguments: Any, stall_timeout: float, receive_timeout: float = 30.0, **options: Any
+    ) -> None:
         super().__init__(*arguments, **options)
         self._stall_timeout = stall_timeout
+        self._receive_timeout = receive_timeout
+        self._receive_timer: TimerHandle | None = None
+        self._receive_start = 0.0
+        self._body_bytes = 0
         self._stall_timer: TimerHandle | None = None
         self._num_resumes = 0
         self._num_heads = 0
         self._is_head_open = False
         self._head_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._start_receiving()
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
@@ -56,10 +78,25 @@ class HttpProtocol(HttpToolsProtocol):
         self._num_heads += 1
         self._is_head_open = True
         self._head_bytes = 0
+        self._start_receiving()
 
     def on_headers_complete(self) -> None:
         self._is_head_open = False
+        if len(self.headers) > MAX_HEADERS:
+            message = f"the request has {len(self.headers)} headers; at most {MAX_HEADERS} are read"
+            self._refuse(431, "too_many_headers", message)
+            raise ValueError(message)  # ends the parsing
         super().on_headers_complete()
+        self.scope[HANG_UP] = functools.partial(self._hang_up, self.cycle)  # type: ignore[typeddict-unknown-key]
+        self._start_receiving()
+
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._stop_receiving()
+        super().on_message_complete()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -74,6 +111,47 @@ class HttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
         if self._stall_timer is not None:
             self._stall_timer.cancel()
+        self._stop_receiving()
+
+    def _start_receiving(self) -> None:
+        """Something is expected from the client: the time it has for that begins."""
+        self._stop_receiving()
+        self._body_bytes = 0
+        self._receive_start = self.loop.time()
+        self._receive_timer = self.loop.call_later(self._receive_timeout, self._check_receiving)
+
+    def _stop_receiving(self) -> None:
+        if self._receive_timer is not None:
+            self._receive_timer.cancel()
+            self._receive_timer = None
+
+    def _check_receiving(self) -> None:
+        """Hang up on a client that is late; while the server itself does not read, nobody is."""
+        if self.flow.read_paused or self.pipeline or self._waits_for_continue():
+            self._start_receiving()
+            return
+        allowed = self._receive_timeout + self._body_bytes / MIN_BODY_BYTES_PER_SECOND
+        left = self._receive_start + allowed - self.loop.time()
+        if left > 0:
+            self._receive_timer = self.loop.call_later(left, self._check_receiving)
+        elif self._num_heads and (self._is_head_open or not self.cycle.response_started):
+            part = "head" if self._is_head_open else "body"
+            self._refuse(
+                408,
+                "request_timeout",
+                f"the request's {part} was not complete after {allowed:.0f} s; send it faster",
+            )
+        else:
+            self.transport.close()
+
+    def _waits_for_continue(self) -> bool:
+        return self.cycle is not None and bool(self.cycle.waiting_for_100_continue)
+
+    def _hang_up(self, cycle: RequestResponseCycle) -> None:
+        """End the connection of an answer that cannot be completed; its reader sees that it is torn."""
+        if not cycle.response_complete and not cycle.disconnected:
+            cycle.disconnected = True
+            self.transport.abort()
 
     def _watch_writes(self) -> None:
         num_bytes = self.transport.get_write_buffer_size()

@@ -16,6 +16,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from headrace.gateway.errors import error_response
 
 _logger = structlog.get_logger("headrace.gateway")
+HANG_UP = "headrace.hang_up"
+"""Where the scope has what ends the connection at once; there is none without a real connection."""
 _ECHOED = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
@@ -63,18 +65,23 @@ class RequestIdMiddleware:
 
 
 class ErrorMiddleware:
-    """Turns whatever an endpoint raises into an error object; the last line against a torn response."""
+    """Turns whatever an endpoint raises into an error object; the last line against a torn response.
+
+    An answer that ends before it is complete ends with its connection, and in silence: whoever gave it
+    up has said why.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = False
+        started = complete = False
 
         async def tracked_send(message: Message) -> None:
-            nonlocal started
+            nonlocal started, complete
             started = True
             await send(message)
+            complete = message["type"] == "http.response.body" and not message.get("more_body")
 
         try:
             await self.app(scope, receive, tracked_send)
@@ -82,6 +89,19 @@ class ErrorMiddleware:
             info_error = error_response(error)
             if info_error.status_code == 500:
                 _logger.error("request failed", path=scope.get("path"), exc_info=error)
-            if scope["type"] != "http" or started:
+            if scope["type"] == "http" and not started:
+                await info_error(scope, receive, send)
+                return
+            if not _hang_up(scope):
                 raise
-            await info_error(scope, receive, send)
+        else:
+            if started and not complete:
+                _hang_up(scope)
+
+
+def _hang_up(scope: Scope) -> bool:
+    """End the connection at once. False where there is none that could be ended."""
+    end = scope.get(HANG_UP)
+    if end is not None:
+        end()
+    return end is not None

@@ -146,7 +146,9 @@ class Gateway:
                 access_log=False,
                 server_header=False,
                 http=functools.partial(  # type: ignore[arg-type]
-                    HttpProtocol, stall_timeout=config.gateway.stall_timeout + _CUT_OFF_SECONDS
+                    HttpProtocol,
+                    stall_timeout=config.gateway.stall_timeout + _CUT_OFF_SECONDS,
+                    receive_timeout=config.gateway.receive_timeout,
                 ),
                 ws="none",
                 **tls,

@@ -16,8 +16,10 @@ class Served:
     kernel takes for a client that does not read.
     """
 
-    def __init__(self, *, send_bytes: int | None = None, **options: Any) -> None:
-        self.gateway = FakeGateway()
+    def __init__(
+        self, *, gateway: FakeGateway | None = None, send_bytes: int | None = None, **options: Any
+    ) -> None:
+        self.gateway = gateway or FakeGateway()
         self.listener = socket.create_server(("127.0.0.1", 0))
         if send_bytes is not None:
             self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)

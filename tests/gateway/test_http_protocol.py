@@ -1,4 +1,6 @@
-"""What arrives on a socket before the application sees a request: heads without end, no HTTP, upgrades."""
+"""What happens on a socket around the application: heads without end, no HTTP, upgrades, and clients that
+are slow to send or to read.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,15 @@ from collections.abc import Iterator
 import pytest
 from gateway_server import Served
 
-from headrace.gateway.http_protocol import MAX_HEAD_BYTES, HttpProtocol
+from headrace.config import GatewayConfig
+from headrace.gateway.http_protocol import MAX_HEAD_BYTES, MAX_HEADERS, HttpProtocol
+from headrace.testing.fake_client import FakeClient, fake_card
+from headrace.testing.fake_gateway import FakeGateway
 
 BODY = b'{"prompt": "hi"}'
 PIECE = 8 << 10
 STALL_SECONDS = 1.0
+RECEIVE_SECONDS = 0.4
 OFFER = (
     b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAAA\r\n"
 )
@@ -145,3 +151,113 @@ def test_a_client_that_takes_a_little_at_a_time_gets_all(served: Served) -> None
     head, _, body = answer.partition(b"\r\n\r\n")
     assert b"content-length: %d" % len(body) in head
     assert json.loads(body)["count"] == 500_000
+
+
+# --- slow to send -----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def impatient() -> Iterator[Served]:
+    http = functools.partial(
+        HttpProtocol, stall_timeout=STALL_SECONDS, receive_timeout=RECEIVE_SECONDS
+    )
+    served = Served(ws="none", http=http)
+    yield served
+    served.gateway.assert_idle()
+    served.close()
+
+
+@pytest.mark.parametrize(
+    ("sent", "part"),
+    [
+        (b"G", "head"),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\n", "head"),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 16\r\n\r\n{", "body"),
+        (completion(b""), "body"),
+    ],
+)
+def test_a_request_that_stays_half_sent_is_refused(
+    impatient: Served, sent: bytes, part: str
+) -> None:
+    head, _, body = talk(impatient.port, sent).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 408 Request Timeout")
+    error = json.loads(body)["error"]
+    assert error["code"] == "request_timeout"
+    assert f"the request's {part} was not complete" in error["message"]
+
+
+def test_a_head_that_comes_byte_by_byte_is_not_waited_for(impatient: Served) -> None:
+    with socket.create_connection(("127.0.0.1", impatient.port), timeout=20) as connection:
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            for byte in b"GET /health HTTP/1.1\r\nX: " + b"a" * 10_000:
+                connection.sendall(bytes([byte]))
+                time.sleep(RECEIVE_SECONDS / 20)
+
+
+def test_a_connection_on_which_nothing_comes_is_closed(impatient: Served) -> None:
+    assert talk(impatient.port) == b""
+
+
+def test_a_second_request_that_stays_half_sent_is_refused(impatient: Served) -> None:
+    answer = talk(impatient.port, completion(b"", closes=False), BODY, b"GET /hea")
+    assert answer.count(b"HTTP/1.1 ") == 2
+    assert b"HTTP/1.1 200 " in answer and b"HTTP/1.1 408 " in answer
+
+
+def test_a_body_that_is_slow_but_keeps_coming_is_served(impatient: Served) -> None:
+    body = b'{"prompt": "' + b" " * 30_000 + b'", "max_tokens": 1}'
+    head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", impatient.port), timeout=20) as connection:
+        connection.sendall(head % len(body))
+        for start in range(0, len(body), 3000):
+            connection.sendall(body[start : start + 3000])
+            time.sleep(3 * RECEIVE_SECONDS / 11)
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_request_that_waits_for_its_answer_is_not_late(impatient: Served) -> None:
+    engine = impatient.gateway.engine
+    engine.step_seconds = RECEIVE_SECONDS
+    try:
+        assert talk(impatient.port, completion(b""), BODY).startswith(b"HTTP/1.1 200 ")
+    finally:
+        engine.step_seconds = 0.0
+
+
+def test_too_many_headers_are_refused(port: int) -> None:
+    head, _, body = talk(port, completion(b"X: a\r\n" * MAX_HEADERS), BODY).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 431 ")
+    assert f"at most {MAX_HEADERS}" in json.loads(body)["error"]["message"]
+    assert talk(port, completion(b"X: a\r\n" * (MAX_HEADERS - 5)), BODY).startswith(
+        b"HTTP/1.1 200 "
+    )
+
+
+# --- slow to read -----------------------------------------------------------------
+
+
+def test_a_stream_cut_off_is_one_line_of_the_log(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """S18: the request's own line says why; the HTTP server has nothing to add."""
+    card = fake_card(max_model_len=32_000, num_blocks=4_000)
+    gateway = FakeGateway(FakeClient(card=card), config=GatewayConfig(stall_timeout=0.3))
+    gateway.engine.script = lambda request, choice: gateway.engine.tokens_of("word " * 20_000)
+    http = functools.partial(HttpProtocol, stall_timeout=STALL_SECONDS)
+    served = Served(gateway=gateway, send_bytes=4096, ws="none", http=http)
+    body = b'{"prompt": "hi", "stream": true, "logprobs": 5, "max_tokens": 20000}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", served.port))
+        connection.sendall(head + body)
+        deadline = time.monotonic() + 20
+        while not (gateway.metrics.finished and not served.num_connections):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    served.close()
+    gateway.assert_idle()
+    assert gateway.metrics.finished[0].status == 499
+    lines = [line for line in capsys.readouterr().out.splitlines() if line]
+    assert len([line for line in lines if "client_stalled" in line]) == 1
+    assert [record.getMessage() for record in caplog.records] == []
