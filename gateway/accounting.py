@@ -60,6 +60,13 @@ class RequestRecord:
             self._choices[place] = _ChoiceFacts()
         self.state.metrics.request_started(model, self.endpoint)
 
+    def restart(self, prompt_index: int) -> None:
+        """A prompt begins anew on another replica: what it said counts for nothing."""
+        self._prompts[prompt_index].cached_tokens = None
+        for place in self._choices:
+            if place[0] == prompt_index:
+                self._choices[place] = _ChoiceFacts()
+
     def take(self, prompt_index: int, events: Sequence[TokenEvent]) -> None:
         """Note news."""
         now = self.state.clock.now()
@@ -99,6 +106,10 @@ class RequestRecord:
     @property
     def completion_tokens(self) -> int:
         return sum(choice.num_tokens for choice in self._choices.values())
+
+    def choice_tokens(self) -> list[int]:
+        """Return what each choice produced."""
+        return [choice.num_tokens for choice in self._choices.values()]
 
     def tpot_seconds(self) -> float | None:
         """Seconds per token after the first, of the choice with the most tokens."""

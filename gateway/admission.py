@@ -1,26 +1,65 @@
 """Who may come in: every request holds one ticket, judged at the door and again once parsed.
 
-A plain synchronous object that takes `now` and does no I/O, because the simulator drives the same
-one. A ticket gives back what it holds exactly once: release() may be called any number of times.
+A plain synchronous object that takes `now` and does no I/O, because the simulator drives the same one;
+only the LimitStore beside it may wait, between `decide` and `conclude`. A ticket gives back what it holds
+exactly once: release() may be called any number of times.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import itertools
+import math
+import uuid
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from headrace.errors import RateLimited, RequestError, Unavailable
+from headrace.errors import RateLimited, Unavailable
+from headrace.gateway.drain_rate import DrainRate
+from headrace.gateway.expected_output import ExpectedOutput
+from headrace.gateway.ledger import Ledger
+from headrace.gateway.limit_store import LimitState, LimitStore, MemoryLimitStore, Settlement, Taken
+from headrace.gateway.refusals import (
+    Header,
+    limit_refusal,
+    pool_refusal,
+    rate_limit_headers,
+    rejection,
+    waited_too_long,
+)
 from headrace.interfaces import AdmissionPolicy
-from headrace.types import AdmissionView, Charge, Queue, Reject, TicketView
+from headrace.types import (
+    AdmissionView,
+    Charge,
+    LaneView,
+    Queue,
+    Reject,
+    ReplicaView,
+    TicketView,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a request, as far as limits care."""
+
+    num_tokens: int | None = None
+    """Prompt and output tokens it really used; None: as many as it was charged for."""
+    was_served: bool = True
+    """False: refused, or failed by the server; then its rates get back all they were charged."""
 
 
 @dataclass(slots=True)
-class _Level:
-    """How full a rate window is; it drains at limit / window per second."""
+class _Lane:
+    """Tickets that wait, first come first served."""
 
-    amount: float
-    time: float
+    tickets: OrderedDict[Ticket, None] = field(default_factory=OrderedDict)
+    num_requests: int = 0
+    num_tokens: int = 0
+
+    @property
+    def head(self) -> Ticket:
+        return next(iter(self.tickets))
 
 
 class AdmissionGate:
@@ -30,12 +69,29 @@ class AdmissionGate:
     by its fallback before the gate hears of it.
     """
 
-    def __init__(self, policies: Sequence[AdmissionPolicy] = ()) -> None:
+    def __init__(
+        self,
+        policies: Sequence[AdmissionPolicy] = (),
+        *,
+        ledger: Ledger | None = None,
+        store: LimitStore | None = None,
+    ) -> None:
         self._policies = tuple(policies)
-        self._held: dict[str, int] = {}
-        self._levels: dict[str, _Level] = {}
-        self._lanes: dict[str, deque[Ticket]] = {}
+        self._ledger = ledger or Ledger()
+        self.store: LimitStore = store or MemoryLimitStore()
+        self.expected_output = ExpectedOutput()
+        self._rates: dict[str, DrainRate] = {}
+        self._lanes: dict[str, _Lane] = {}
+        self._instance = uuid.uuid4().hex
+        self._numbers = itertools.count()
         self._num_tickets = 0
+        self.refusals: Counter[str] = Counter()
+        """Refused tickets by machine-readable reason."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is no policy to ask."""
+        return not self._policies
 
     @property
     def num_tickets(self) -> int:
@@ -45,106 +101,173 @@ class AdmissionGate:
     @property
     def num_waiting(self) -> int:
         """Tickets that stand in a lane."""
-        return sum(len(lane) for lane in self._lanes.values())
+        return sum(len(lane.tickets) for lane in self._lanes.values())
+
+    @property
+    def queued_requests(self) -> int:
+        """Waiting requests, each choice counted."""
+        return sum(lane.num_requests for lane in self._lanes.values())
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens of waiting requests and the output tokens expected of them."""
+        return sum(lane.num_tokens for lane in self._lanes.values())
 
     @property
     def held(self) -> Mapping[str, int]:
         """Amounts of concurrency now charged, by key."""
-        return self._held
+        return self.store.held
 
     def take(self) -> Ticket:
         """Return a new ticket; it holds nothing until it is judged."""
         self._num_tickets += 1
-        return Ticket(self)
+        return Ticket(self, f"{self._instance}-{next(self._numbers)}")
+
+    def load(
+        self, replicas: tuple[ReplicaView, ...], view: TicketView, now: float
+    ) -> AdmissionView:
+        """Return what the policies may know of the load when they judge this ticket."""
+        rate = self._rates[view.model].tokens_per_second(now) if view.model in self._rates else 0.0
+        waiting = self.queued_tokens
+        return AdmissionView(
+            replicas=replicas,
+            queued_requests=self.queued_requests,
+            queued_tokens=waiting,
+            predicted_wait_seconds=waiting / rate if rate else 0.0,
+            lanes=tuple(
+                LaneView(name, lane.num_requests, lane.num_tokens)
+                for name, lane in self._lanes.items()
+            ),
+            tokens_per_second=rate,
+        )
 
     def judge(self, ticket: Ticket, view: TicketView, load: AdmissionView, now: float) -> bool:
         """Return True when admitted, False to ask again later; raise the refusal.
 
-        A waiting ticket is judged only when it heads its lane, so that a lane is first come, first
-        served. What the ticket was charged at an earlier stage it keeps.
+        decide, take and conclude in one, for limits that are counted in memory.
         """
+        assert isinstance(self.store, MemoryLimitStore), "only limits in memory are taken at once"
+        charges = self.decide(ticket, view, load, now)
+        if charges is None:
+            return False
+        self.conclude(ticket, charges, self.store.take_now(charges, now), now)
+        return True
+
+    def decide(
+        self, ticket: Ticket, view: TicketView, load: AdmissionView, now: float
+    ) -> list[Charge] | None:
+        """Return the charges to take from the LimitStore, None to ask again later; raise the refusal.
+
+        A waiting ticket is judged only when it heads its lane, so that a lane is first come, first
+        served. KV blocks are reserved here and now. What the ticket was charged at an earlier stage it
+        keeps.
+        """
+        ticket.time = now
         if ticket.lane is not None:
             if now >= ticket.wait_until:
-                raise _waited_too_long()
-            if self._lanes[ticket.lane][0] is not ticket:
-                return False
+                raise self._refused(waited_too_long())
+            if self._lanes[ticket.lane].head is not ticket:
+                return None
+            view = replace(view, lane=ticket.lane)
+        ticket.view = view
         charges: list[Charge] = []
         for policy in self._policies:
             verdict = policy.admit(view, load, now)
             if isinstance(verdict, Reject):
-                raise _refusal(verdict)
+                raise self._refused(rejection(verdict))
             if isinstance(verdict, Queue):
                 self._wait(ticket, verdict)
-                return False
+                return None
             charges.extend(verdict.charges)
-        self._charge(ticket, charges, now)
+        self._reserve(ticket, [charge for charge in charges if charge.replica_id])
+        return [charge for charge in charges if not charge.replica_id]
+
+    def conclude(self, ticket: Ticket, charges: Sequence[Charge], taken: Taken, now: float) -> None:
+        """Let the ticket in with what was taken, or raise the refusal."""
+        ticket.states.extend(taken.states)
+        if taken.refused is not None:
+            ticket.never_fits = math.isinf(taken.retry_after_seconds)
+            raise self._refused(limit_refusal(taken))
+        if taken.charged:
+            ticket.charges.extend(charges)
+        if ticket.released:  # while the store was asked
+            self._give_back(ticket, Outcome(was_served=False), now)
         self._leave_lane(ticket)
-        return True
 
-    def _charge(self, ticket: Ticket, charges: Sequence[Charge], now: float) -> None:
-        """Take all charges or none."""
+    def _refused(self, error: RateLimited | Unavailable) -> RateLimited | Unavailable:
+        self.refusals[error.reason or "policy"] += 1
+        return error
+
+    def _reserve(self, ticket: Ticket, charges: Sequence[Charge]) -> None:
+        """Reserve KV blocks, all or none. A policy asks only for what it has seen to be free."""
         for charge in charges:
-            self._check_room(charge, now)
+            if self._ledger.reserved_blocks(charge.replica_id) + charge.amount > charge.limit:
+                raise self._refused(pool_refusal(charge))
         for charge in charges:
-            if charge.window_seconds is None:
-                self._held[charge.key] = self._held.get(charge.key, 0) + charge.amount
-                ticket.charges.append(charge)
-            else:
-                level = self._levels.setdefault(charge.key, _Level(0.0, now))
-                level.amount = self._drained(charge, now) + charge.amount
-                level.time = now
-
-    def _check_room(self, charge: Charge, now: float) -> None:
-        if charge.window_seconds is None:
-            used: float = self._held.get(charge.key, 0)
-            wait = 1.0
-        else:
-            used = self._drained(charge, now)
-            excess = used + charge.amount - charge.limit
-            wait = excess * charge.window_seconds / max(charge.limit, 1)
-        if used + charge.amount > charge.limit:
-            window = "" if charge.window_seconds is None else f" per {charge.window_seconds:g} s"
-            raise RateLimited(
-                f"rate limit: {charge.amount} more would exceed {charge.limit}{window} "
-                f"({used:g} in use); wait and send again",
-                retry_after_seconds=max(wait, 0.0),
-            )
-
-    def _drained(self, charge: Charge, now: float) -> float:
-        level = self._levels.get(charge.key)
-        if level is None or charge.window_seconds is None:
-            return 0.0
-        drained = (now - level.time) * charge.limit / charge.window_seconds
-        return max(0.0, level.amount - drained)
+            self._ledger.reserve(charge.replica_id, charge.amount)
+            ticket.charges.append(charge)
 
     def _wait(self, ticket: Ticket, verdict: Queue) -> None:
-        if ticket.lane != verdict.lane:
-            self._leave_lane(ticket)
-            self._lanes.setdefault(verdict.lane, deque()).append(ticket)
-            ticket.lane = verdict.lane
-            ticket.wait_until = verdict.until
+        if ticket.lane == verdict.lane:
+            return
+        self._leave_lane(ticket)
+        lane = self._lanes.setdefault(verdict.lane, _Lane())
+        lane.tickets[ticket] = None
+        lane.num_requests += ticket.view.num_choices
+        lane.num_tokens += ticket.num_tokens
+        ticket.lane = verdict.lane
+        ticket.wait_until = verdict.until
 
     def _leave_lane(self, ticket: Ticket) -> None:
-        if ticket.lane is not None:
-            lane = self._lanes[ticket.lane]
-            lane.remove(ticket)
-            if not lane:
-                del self._lanes[ticket.lane]
-            ticket.lane = None
+        if ticket.lane is None:
+            return
+        lane = self._lanes[ticket.lane]
+        del lane.tickets[ticket]
+        lane.num_requests -= ticket.view.num_choices
+        lane.num_tokens -= ticket.num_tokens
+        if not lane.tickets:
+            del self._lanes[ticket.lane]
+        ticket.lane = None
+        self.wake()
 
-    def release(self, ticket: Ticket) -> None:
-        """Give back what the ticket holds. A second call does nothing."""
+    def is_head(self, ticket: Ticket) -> bool:
+        """Whether a waiting ticket is the next of its lane."""
+        return ticket.lane is not None and self._lanes[ticket.lane].head is ticket
+
+    def wake(self) -> None:
+        """Tell the head of each lane to ask again: something was given back."""
+        for lane in self._lanes.values():
+            lane.head.wake()
+
+    def release(self, ticket: Ticket, outcome: Outcome | None = None, now: float = 0.0) -> None:
+        """Give back what the ticket holds; rates, according to the outcome. A second call does nothing."""
         if ticket.released:
             return
         ticket.released = True
         self._num_tickets -= 1
         self._leave_lane(ticket)
+        self._give_back(ticket, outcome or Outcome(), max(now, ticket.time))
+        self.wake()
+
+    def _give_back(self, ticket: Ticket, outcome: Outcome, now: float) -> None:
+        used = outcome.num_tokens
+        settlements = []
         for charge in ticket.charges:
-            left = self._held[charge.key] - charge.amount
-            if left:
-                self._held[charge.key] = left
+            if charge.replica_id:
+                self._ledger.reserve(charge.replica_id, -charge.amount)
+            elif not outcome.was_served:
+                settlements.append(Settlement(charge, charge.amount))
+            elif charge.unit == "tokens" and charge.window_seconds and used is not None:
+                settlements.append(Settlement(charge, charge.amount - used))
             else:
-                del self._held[charge.key]
+                settlements.append(Settlement(charge))
+        was_admitted = bool(ticket.charges)
+        ticket.charges.clear()
+        if settlements:
+            self.store.settle(ticket.holder, settlements, now)
+        if was_admitted and used is not None and ticket.view.model:
+            rate = self._rates.setdefault(ticket.view.model, DrainRate())
+            rate.observe(ticket.num_tokens, now)
 
 
 @dataclass(slots=True, eq=False)
@@ -152,26 +275,40 @@ class Ticket:
     """One request's place. Use as a context manager: leaving it releases."""
 
     gate: AdmissionGate
+    holder: str = ""
+    """Unique among all gateways that share limits."""
     charges: list[Charge] = field(default_factory=list)
+    states: list[LimitState] = field(default_factory=list)
+    """How full each limit was that was asked for this ticket."""
+    replica_ids: tuple[str, ...] = ()
+    """Where routing proposed to send each prompt of an admitted call; empty where nobody asked yet."""
+    view: TicketView = field(default_factory=lambda: TicketView("arrival"))
+    """As it was judged last."""
     lane: str | None = None
     wait_until: float = 0.0
+    time: float = 0.0
+    """Of the last judgement."""
+    wake: Callable[[], None] = lambda: None
+    """Called where it may be worth asking again."""
+    never_fits: bool = False
+    """It asked for more than a limit allows at once: sending it again is of no use."""
     released: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt tokens and the output tokens expected, of all prompts and choices."""
+        return self.view.num_prompt_tokens + self.view.expected_output_tokens
+
+    def settle(self, outcome: Outcome, now: float) -> None:
+        """Release, saying what became of the request."""
+        self.gate.release(self, outcome, now)
+
+    def headers(self) -> list[Header]:
+        """Return what the answer's headers say of the caller's limits."""
+        return rate_limit_headers(self.states, never_fits=self.never_fits)
 
     def __enter__(self) -> Ticket:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.gate.release(self)
-
-
-def _refusal(verdict: Reject) -> RequestError:
-    kind = RateLimited if verdict.fault == "caller" else Unavailable
-    return kind(verdict.reason, retry_after_seconds=verdict.retry_after_seconds)
-
-
-def _waited_too_long() -> Unavailable:
-    return Unavailable(
-        "the server is overloaded: the request waited its time in the queue and no place became "
-        "free; wait and send again",
-        retry_after_seconds=1.0,
-    )

@@ -17,6 +17,7 @@ from headrace.gateway.openai_schema import GenerationBody, ServiceObjective
 from headrace.gateway.sampling import TokenRule, resolve_max_tokens
 from headrace.gateway.state import Limits
 from headrace.gateway.text_assets import ModelText
+from headrace.prefix_hash import block_digests, root_digest
 from headrace.types import GenerationRequest, ModelCard, SamplingParams, check_token_ids
 
 
@@ -27,6 +28,12 @@ class Caller:
     request_id: str
     arrival_time: float
     identity: Identity = ANONYMOUS
+    session: str = ""
+    """What the X-Session-ID header says belongs together."""
+
+    def session_of(self, body: GenerationBody) -> str:
+        """Return what a request belongs to: the header's word, else the body's `user`."""
+        return self.session or (body.user if isinstance(body.user, str) else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +54,7 @@ class Call:
     format: AnswerFormat
     stream: bool
     include_usage: bool
+    session: str = ""
 
     @property
     def num_choices(self) -> int:
@@ -73,9 +81,14 @@ def build_requests(
     sampling: SamplingParams,
     rule: TokenRule,
 ) -> tuple[GenerationRequest, ...]:
-    """Return one request per prompt; each gets an id of our own, whatever ids clients send."""
+    """Return one request per prompt; each gets an id of our own, whatever ids clients send.
+
+    Hashes the prompts, so it belongs on a text thread.
+    """
     objective = body.slo or ServiceObjective()
     identity = caller.identity
+    salt = identity.salt_with(body.cache_salt or "")
+    root = root_digest(model_revision=card.revision, salt=salt)
     requests: list[GenerationRequest] = []
     for index, token_ids in enumerate(prompts):
         max_tokens = resolve_max_tokens(rule, num_prompt_tokens=len(token_ids), card=card)
@@ -89,10 +102,11 @@ def build_requests(
             arrival_time=caller.arrival_time,
             ttft_target_seconds=_seconds(objective.ttft_ms),
             tpot_target_seconds=_seconds(objective.tpot_ms),
-            cache_salt=identity.salt_with(body.cache_salt or ""),
+            cache_salt=salt,
         )
         check_token_ids(request, card.vocab_size)
-        requests.append(request)
+        hashes = tuple(block_digests(root, token_ids, card.block_size))
+        requests.append(msgspec.structs.replace(request, prefix_hashes=hashes))
     return tuple(requests)
 
 

@@ -35,6 +35,7 @@ def build_chat_call(body: ChatBody, caller: Caller, target: TargetModel, limits:
         format=ChatFormat(with_logprobs=bool(body.logprobs)),
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        session=caller.session_of(body),
     )
 
 

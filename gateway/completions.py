@@ -66,6 +66,7 @@ def build_completion_call(
         ),
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        session=caller.session_of(body),
     )
 
 

@@ -67,10 +67,11 @@ def error_info(error: BaseException) -> ErrorInfo:
 
 
 def error_object(info: ErrorInfo, extra: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return {"error": {message, type, param, code, ...extra}}."""
+    """Return {"error": {message, type, param, code[, reason], ...extra}}."""
     error_type = _TYPES.get(info.http_status, "server_error")
     fields = {"message": info.message, "type": error_type, "param": info.param, "code": info.code}
-    return {"error": {**fields, **(extra or {})}}
+    reason = {"reason": info.reason} if info.reason is not None else {}
+    return {"error": {**fields, **reason, **(extra or {})}}
 
 
 def error_response(error: BaseException) -> Response:

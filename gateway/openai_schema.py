@@ -44,6 +44,7 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     priority: int | None = None
+    user: Any = None
     cache_salt: str | None = None
     slo: ServiceObjective | None = None
     response_format: Any = None

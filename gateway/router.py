@@ -120,10 +120,14 @@ class Router:
 
     def place(self, replica: Replica, request: RoutingRequest) -> Hold:
         """Count a request in on the replica it is sent to, and remember that its prefix went there."""
-        matched = self._matched_tokens(request, (replica,)).get(replica.id, 0)
+        matched = self.matched_tokens(replica, request)
         self.prefixes.record(replica.id, request.prefix_hashes)
         load = load_of(request, matched_tokens=matched, block_size=_block_size(replica))
         return self.ledger.hold_load(replica.id, load)
+
+    def matched_tokens(self, replica: Replica, request: RoutingRequest) -> int:
+        """Return how much of the prompt a replica is known to have been sent."""
+        return self._matched_tokens(request, (replica,))[replica.id]
 
     def _matched_tokens(
         self, request: RoutingRequest, replicas: Sequence[Replica]

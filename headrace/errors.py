@@ -36,6 +36,8 @@ class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     http_status: int
     param: str | None = None
     retry_after_seconds: float | None = None
+    reason: str | None = None
+    """For machines: which limit, which kind of overload. A word of ours, never of a caller's."""
 
 
 class HeadraceError(Exception):
@@ -65,11 +67,17 @@ class RequestError(HeadraceError):
     http_status: ClassVar[int] = 500
 
     def __init__(
-        self, message: str, *, param: str | None = None, retry_after_seconds: float | None = None
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_seconds: float | None = None,
+        reason: str | None = None,
     ) -> None:
         super().__init__(message)
         self.param = param
         self.retry_after_seconds = retry_after_seconds
+        self.reason = reason
 
     def info(self) -> ErrorInfo:
         return ErrorInfo(
@@ -78,6 +86,7 @@ class RequestError(HeadraceError):
             http_status=self.http_status,
             param=self.param,
             retry_after_seconds=self.retry_after_seconds,
+            reason=self.reason,
         )
 
 
@@ -120,7 +129,10 @@ class RemoteError(RequestError):
 
     def __init__(self, info: ErrorInfo) -> None:
         super().__init__(
-            info.message, param=info.param, retry_after_seconds=info.retry_after_seconds
+            info.message,
+            param=info.param,
+            retry_after_seconds=info.retry_after_seconds,
+            reason=info.reason,
         )
         self._info = info
 
