@@ -125,6 +125,11 @@ class Answer:
             place = self._place(prompt_index, event)
             self._collected.setdefault(place, _Collected()).add(event)
 
+    def restart(self, prompt_index: int) -> None:
+        """Forget what `collect` kept of a prompt."""
+        for place in [each for each in self._collected if each.prompt_index == prompt_index]:
+            del self._collected[place]
+
     def whole(self) -> dict[str, Any]:
         """Return the answer in one piece."""
         choices = []

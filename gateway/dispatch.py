@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Sequence
+from typing import Protocol
 
 import anyio
 
 from headrace.gateway.call import TargetModel
+from headrace.gateway.failover import with_failover
 from headrace.gateway.readiness import require_card
+from headrace.gateway.replica import Replica
 from headrace.gateway.state import GatewayState
 from headrace.gateway.tasks import first_error
+from headrace.gateway.upstream import Upstream
 from headrace.types import GenerationRequest, RoutingRequest, TokenEvent
 
-TakeEvents = Callable[[int, list[TokenEvent]], Awaitable[None]]
-"""(index of the prompt, its news)."""
+
+class Sink(Protocol):
+    """Takes the news of one call's prompts."""
+
+    async def accepted(self) -> None:
+        """Every prompt has an engine that accepted it. Once, before any news."""
+        ...
+
+    async def take(self, prompt_index: int, events: list[TokenEvent]) -> None:
+        """News of one prompt. While this waits, the engine merges what comes next."""
+        ...
+
+    def restart(self, prompt_index: int) -> bool:
+        """Forget what a prompt has said, for it begins anew; False where some of it has gone out."""
+        ...
 
 
 async def find_target(state: GatewayState, model: str | None) -> TargetModel:
@@ -24,30 +40,36 @@ async def find_target(state: GatewayState, model: str | None) -> TargetModel:
 
 
 async def run_requests(
-    state: GatewayState,
-    requests: Sequence[GenerationRequest],
-    accepted: Callable[[], Awaitable[None]],
-    take: TakeEvents,
+    state: GatewayState, requests: Sequence[GenerationRequest], sink: Sink
 ) -> None:
-    """Run the requests of one call side by side and hand their news to `take`.
+    """Run the requests of one call side by side, each on an engine that the router chooses.
 
-    `accepted` runs once, when every engine has accepted and before any news. While `take` waits, the
-    engines merge what comes next. One failure ends all: leaving a stream early aborts its request.
+    A request whose replica fails moves to another one while nothing of it has gone out; any other
+    failure ends all. Leaving a stream early aborts its request.
     """
-    pending = len(requests)
+    pending = set(range(len(requests)))
     all_accepted = anyio.Event()
 
     async def run_one(index: int, request: GenerationRequest) -> None:
-        nonlocal pending
-        async with AsyncExitStack() as stack:
-            events = await open_stream(state, request, stack)
-            pending -= 1
-            if pending == 0:
-                await accepted()
-                all_accepted.set()
-            await all_accepted.wait()
-            async for news in events:
-                await take(index, news)
+        async def on(replica: Replica) -> None:
+            assert not isinstance(replica.client, Upstream)
+            async with replica.client.stream(request) as events:
+                if index in pending:
+                    pending.discard(index)
+                    if not pending:
+                        await sink.accepted()
+                        all_accepted.set()
+                await all_accepted.wait()
+                async for news in events:
+                    await sink.take(index, news)
+
+        await with_failover(
+            state,
+            routing_request(request),
+            on,
+            lambda: sink.restart(index),
+            excluding=_elsewhere(state, request.model),
+        )
 
     if len(requests) == 1:
         await run_one(0, requests[0])
@@ -60,17 +82,18 @@ async def run_requests(
         raise first_error(errors) from None
 
 
-async def open_stream(
-    state: GatewayState, request: GenerationRequest, stack: AsyncExitStack
-) -> AsyncIterator[list[TokenEvent]]:
-    """Choose a replica and wait until its engine accepts. Leaving `stack` aborts what still runs."""
-    routing = RoutingRequest(
+def routing_request(request: GenerationRequest) -> RoutingRequest:
+    """Return what the routing policy may know of a request."""
+    return RoutingRequest(
         model=request.model,
         tenant=request.tenant,
         priority=request.priority,
         num_prompt_tokens=len(request.prompt_token_ids),
         prefix_hashes=request.prefix_hashes,
     )
-    replica = state.router.choose(routing, state.clock.now())
-    stack.enter_context(state.router.ledger.hold(replica.id, num_tokens=routing.num_prompt_tokens))
-    return await stack.enter_async_context(replica.client.stream(request))
+
+
+def _elsewhere(state: GatewayState, model: str) -> list[str]:
+    """Return the replicas of a model that take text, not tokens."""
+    group = state.router.resolve(model)
+    return [replica.id for replica in group.replicas if replica.upstream is not None]

@@ -7,7 +7,7 @@ runs, the ticket is released and the facts are told, each exactly once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -16,11 +16,12 @@ import msgspec
 import structlog
 from starlette.types import Receive, Scope, Send
 
-from headrace.errors import EngineFailed, RemoteError, RequestAborted, RequestError
+from headrace.errors import RequestAborted, RequestError
 from headrace.gateway.accounting import RequestRecord
 from headrace.gateway.admission import Ticket
-from headrace.gateway.answer import ENDED_WELL, Answer
+from headrace.gateway.answer import Answer
 from headrace.gateway.call import Call, Caller, TargetModel
+from headrace.gateway.delivery import StreamDelivery, WholeDelivery
 from headrace.gateway.dispatch import find_target, run_requests
 from headrace.gateway.entrance import admission_view, pass_gate
 from headrace.gateway.errors import JSONBytes, error_info, error_object, error_response
@@ -32,7 +33,7 @@ from headrace.gateway.readiness import check_any_ready
 from headrace.gateway.sse import DONE, SseWriter
 from headrace.gateway.state import GatewayState, Limits
 from headrace.gateway.tasks import first_error, until_disconnected
-from headrace.types import TicketView, TokenEvent
+from headrace.types import TicketView
 
 _logger = structlog.get_logger("headrace.gateway")
 Body = TypeVar("Body", bound=GenerationBody)
@@ -122,12 +123,7 @@ class GenerationEndpoint(Generic[Body]):
             await self._whole(record, answer, call, send)
 
     async def _whole(self, record: RequestRecord, answer: Answer, call: Call, send: Send) -> None:
-        async def take(prompt_index: int, events: list[TokenEvent]) -> None:
-            record.take(prompt_index, events)
-            check_failed(events)
-            answer.collect(prompt_index, events)
-
-        await run_requests(self.state, call.requests, _nothing, take)
+        await run_requests(self.state, call.requests, WholeDelivery(record, answer))
         await JSONBytes(answer.whole())({"type": "http"}, _no_receive, send)
 
     async def _stream(self, record: RequestRecord, answer: Answer, call: Call, send: Send) -> None:
@@ -137,20 +133,10 @@ class GenerationEndpoint(Generic[Body]):
             keepalive_interval=config.keepalive_interval,
             stall_timeout=config.stall_timeout,
         )
-
-        async def take(prompt_index: int, events: list[TokenEvent]) -> None:
-            record.take(prompt_index, events)
-            await writer.send(answer.chunks(prompt_index, events))
-            check_failed(events)
-
         try:
             async with anyio.create_task_group() as group:
-
-                async def accepted() -> None:
-                    group.start_soon(writer.watch)
-                    await writer.start()
-
-                await run_requests(self.state, call.requests, accepted, take)
+                delivery = StreamDelivery(record, answer, writer, group)
+                await run_requests(self.state, call.requests, delivery)
                 group.cancel_scope.cancel()
         except BaseExceptionGroup as errors:
             error = first_error(errors)
@@ -164,24 +150,11 @@ class GenerationEndpoint(Generic[Body]):
         await writer.end([*answer.last_chunks(), DONE])
 
 
-def check_failed(events: Sequence[TokenEvent]) -> None:
-    """Raise where a choice did not end well, because then the call has failed."""
-    for event in events:
-        if event.error is not None:
-            raise RemoteError(event.error)
-        if event.finish_reason is not None and event.finish_reason not in ENDED_WELL:
-            raise EngineFailed(f"the engine ended the request early ({event.finish_reason})")
-
-
 def _note_failure(record: RequestRecord, error: Exception) -> None:
     info = error_info(error)
     record.status, record.error_code = info.http_status, info.code
     if not isinstance(error, RequestError):
         _logger.error("request failed", request_id=record.request_id, exc_info=error)
-
-
-async def _nothing() -> None:
-    pass
 
 
 async def _no_receive() -> Any:

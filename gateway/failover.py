@@ -1,0 +1,96 @@
+"""Replica after replica for one piece of work, for as long as nothing of an answer has gone out.
+
+A caller's own mistake and a caller's own limit are final: sending them elsewhere would change nothing, and
+a second layer of retries behind the client's multiplies load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection
+
+import structlog
+
+from headrace.errors import RequestError, Unavailable
+from headrace.gateway.replica import Replica
+from headrace.gateway.state import GatewayState
+from headrace.types import RoutingRequest
+
+MAX_ATTEMPTS = 3
+"""Of one request, so that one which breaks whatever serves it breaks no more than these."""
+
+_logger = structlog.get_logger("headrace.gateway")
+
+
+async def with_failover(
+    state: GatewayState,
+    routing: RoutingRequest,
+    work: Callable[[Replica], Awaitable[None]],
+    may_restart: Callable[[], bool],
+    *,
+    excluding: Collection[str] = (),
+) -> None:
+    """Choose a replica and run `work` there; where the replica fails it, on another one.
+
+    `may_restart` says whether the work can begin anew, and makes it forget what it did. Raises what
+    the last replica raised, and Unavailable where there is none to begin with.
+    """
+    tried = [*excluding]
+    failure: RequestError | None = None
+    for _ in range(MAX_ATTEMPTS):
+        try:
+            replica = state.router.choose(routing, state.clock.now(), excluding=tried)
+        except Unavailable:
+            if failure is None:
+                raise
+            break
+        try:
+            await _attempt(state, replica, routing, work)
+        except RequestError as error:
+            if not is_replicas_fault(error) or not may_restart():
+                raise
+            failure = error
+            tried.append(replica.id)
+            _logger.warning("request fails over", replica=replica.id, reason=str(error))
+        else:
+            return
+    assert failure is not None
+    raise failure
+
+
+async def _attempt(
+    state: GatewayState,
+    replica: Replica,
+    routing: RoutingRequest,
+    work: Callable[[Replica], Awaitable[None]],
+) -> None:
+    """Run the work on one replica and tell its breaker how that went."""
+    breaker = replica.breaker
+    with state.router.place(replica, routing):
+        is_trial = breaker.sent()
+        try:
+            await work(replica)
+        except RequestError as error:
+            if speaks_against(error):
+                breaker.failed(state.clock.now(), is_trial=is_trial)
+            elif is_trial:
+                breaker.abandoned(is_trial=True)
+            raise
+        except BaseException:
+            breaker.abandoned(is_trial=is_trial)
+            raise
+        breaker.succeeded(is_trial=is_trial)
+
+
+def is_replicas_fault(error: RequestError) -> bool:
+    """Whether another replica may do better."""
+    return error.info().http_status >= 500
+
+
+def speaks_against(error: RequestError) -> bool:
+    """Whether the failure counts against the replica.
+
+    A 503 that says when to come again is a healthy replica with too much to do.
+    """
+    info = error.info()
+    is_full = info.http_status == 503 and info.retry_after_seconds is not None
+    return info.http_status >= 500 and not is_full
