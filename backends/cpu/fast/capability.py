@@ -47,3 +47,9 @@ def choose_level(wanted: str, features: Mapping[str, bool]) -> str:
 def level() -> str:
     """Return this process's level."""
     return choose_level(os.environ.get(VARIABLE, ""), binding.get_host_cpu_features())
+
+
+def has_brain_dot() -> bool:
+    """Whether this process may use AVX-512's dot products of bf16."""
+    features = binding.get_host_cpu_features()
+    return level() == AVX512_VNNI and bool(features.get("avx512bf16", False))

@@ -1,8 +1,8 @@
 """Writes LLVM code from Python, so that a Numba kernel can hold instructions that Numba cannot name.
 
 A routine is a function that takes an `Emitter` and LLVM values; `routine` makes it callable from
-kernels. Everything is 16 lanes wide and LLVM splits that where the CPU has less, so only the dot
-products of `Emitter.dot` differ by level. Addresses are int64.
+kernels. Everything is 16 lanes wide and LLVM splits that where the CPU has less, so only dot
+products differ by level. Addresses are int64.
 """
 
 from __future__ import annotations
@@ -23,10 +23,28 @@ LANES = 16
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F16, F32, VOID = ir.HalfType(), ir.FloatType(), ir.VoidType()
 FLOATS, INTS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
+
+
+class BrainType(ir.Type):  # type: ignore[misc]
+    """LLVM's bfloat, which llvmlite does not name."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BrainType)
+
+    def __hash__(self) -> int:
+        return hash(BrainType)
+
+
+BRAINS = ir.VectorType(BrainType(), LANES)
+BRAIN_PAIRS = ir.VectorType(BrainType(), 2 * LANES)
 HALVES, BYTES = ir.VectorType(F16, LANES), ir.VectorType(I8, LANES)
 LEVEL = capability.level()
 DOT_SHIFTS_SIGNED = capability.AVX2 != LEVEL
 """Whether `Emitter.dot` of codes w + 128 gives sum((w + 128) * x), so that 128 * sum(x) must come off."""
+HAS_BRAIN_DOT = capability.has_brain_dot()
 
 _KINDS = {"int": types.int64, "float": types.float32, "none": types.void}
 
@@ -144,6 +162,10 @@ class Emitter:
         """The odd bf16 of 16 pairs as f32."""
         return self.builder.bitcast(self.builder.and_(pairs, self.fill(-65536, INTS)), FLOATS)
 
+    def narrow(self, x: Any) -> Any:
+        """16 f32 as bf16, rounded to even."""
+        return self.builder.fptrunc(x, BRAINS)
+
     def sum_lanes(self, x: Any) -> Any:
         return self._fold(x, self.builder.fadd)
 
@@ -205,6 +227,14 @@ class Emitter:
             value = self.builder.ashr(value, self.fill(24, INTS))
             total = self.builder.add(total, self.builder.mul(code, value))
         return total
+
+    def dot_brain(self, total: Any, pairs: Any, x: Any) -> Any:
+        """total[i] += the two products of the bf16 in lane i of `pairs` and of `x`."""
+        if HAS_BRAIN_DOT:
+            pairs, x = (self.builder.bitcast(value, BRAIN_PAIRS) for value in (pairs, x))
+            return self.call("llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, total, pairs, x)
+        total = self.fma(self.widen_low(pairs), self.widen_low(x), total)
+        return self.fma(self.widen_high(pairs), self.widen_high(x), total)
 
     def _dot_avx2(self, total: Any, codes: Any, x: Any, *, is_signed: bool) -> Any:
         """In halves of 8 lanes. The products of two bytes must fit 16 bits, so signs move to x."""

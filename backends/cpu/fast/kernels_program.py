@@ -86,7 +86,7 @@ def run_linear(op, rows, threads, counter, x, out):  # type: ignore[no-untyped-d
             break
         for column in range(first, min(columns, first + chunk)):
             product(
-                form, op[at.POINTER] + column * column_bytes, groups, x, op[at.IN_STRIDE],
+                form, op[at.CODING], op[at.POINTER] + column * column_bytes, groups, x, op[at.IN_STRIDE],
                 out + column * LANES * 4, op[at.OUT_STRIDE],
                 bias + column * LANES * 4 if bias != 0 else 0, rows,
             )  # fmt: skip
@@ -201,7 +201,8 @@ def run_rows(op, parameters, rows, threads, counter, places, scratch):  # type: 
                 result = run_row(op, parameters, row, source, beside, target, scratch)
             if op[at.QUANTIZED] >= 0:
                 groups = op[at.SIZE] // GROUP
-                quantize_row(result, groups, quantized + row * op[at.QUANTIZED_STRIDE])
+                target = quantized + row * op[at.QUANTIZED_STRIDE]
+                quantize_row(result, groups, op[at.CODING], target)
 
 
 @fast_kernel

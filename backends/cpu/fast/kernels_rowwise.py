@@ -26,20 +26,26 @@ from headrace.backends.cpu.fast.intrinsics import (
     routine,
 )
 from headrace.backends.cpu.fast.kernels_product import (
+    BRAIN,
     BYTES_IN_HALVES,
     BYTES_SIGNED,
     CODE_BYTES,
+    EXCESS,
+    EXCESS_FIRST,
+    EXCESS_LAST,
     GROUP,
+    NARROW,
     NIBBLES,
     PLAIN,
     RECORD_BYTES,
+    WIDE,
 )
 from headrace.backends.cpu.kernels_rows import bf16_of, floats, halves
 from headrace.backends.cpu.kernels_vector import as_pointer
 
 _ROW = 4 * LANES
-_HIGHEST = 127 * 256.0
-"""The largest code: its high byte must fit int8."""
+_HIGHEST = {WIDE: 127 * 256.0, NARROW: 127.0}
+"""The largest code; of a wide one the high byte must fit int8."""
 _SQRT_2_OVER_PI = 0.7978845608028654
 
 
@@ -121,11 +127,29 @@ def gelu_row(e: Any, gate: Any, up: Any, out: Any, size: Any) -> None:
 
 
 @routine()
-def quantize_row(e: Any, x: Any, groups: Any, out: Any) -> None:
-    """Write the codes of `groups` x 32 numbers, then `groups` records, at `out` (see kernels_product)."""
-    builder = e.builder
+def quantize_row(e: Any, x: Any, groups: Any, coding: Any, out: Any) -> None:
+    """Write `groups` x 32 numbers at `out` in a coding of kernels_product, with its records."""
+    end = e.builder.append_basic_block("quantize.end")
+    choice = e.builder.switch(coding, end)
+    for known, write in ((WIDE, _write_codes), (NARROW, _write_codes), (BRAIN, _write_brains)):
+        block = e.builder.append_basic_block(f"quantize.coding{known}")
+        choice.add_case(e.integer(known), block)
+        e.builder.position_at_end(block)
+        write(e, x, groups, known, out)
+        e.builder.branch(end)
+    e.builder.position_at_end(end)
+
+
+def _write_brains(e: Any, x: Any, groups: Any, coding: int, out: Any) -> None:
+    with e.loop(e.times(groups, CODE_BYTES[coding] // (2 * LANES))) as loop:
+        value = e.load(e.add(x, e.times(loop.index, _ROW)))
+        e.store(e.narrow(value), e.add(out, e.times(loop.index, 2 * LANES)))
+
+
+def _write_codes(e: Any, x: Any, groups: Any, coding: int, out: Any) -> None:
+    builder, highest = e.builder, _HIGHEST[coding]
     magnitude_bits = e.fill(0x7FFFFFFF, INTS)
-    records = e.add(out, e.times(groups, CODE_BYTES))
+    records = e.add(out, e.times(groups, CODE_BYTES[coding]))
     with e.loop(groups) as loop:
         place = e.add(x, e.times(loop.index, 2 * _ROW))
         values = [e.load(place), e.load(place, FLOATS, _ROW)]
@@ -134,25 +158,34 @@ def quantize_row(e: Any, x: Any, groups: Any, out: Any) -> None:
         most = builder.bitcast(e.max_int_lanes(builder.select(is_less, bits[1], bits[0])), F32)
         tiny = F32(1e-30)
         most = builder.select(builder.fcmp_ordered("<", most, tiny), tiny, most)
-        inverse = e.broadcast(builder.fdiv(F32(_HIGHEST), most))
-        scale = builder.fmul(most, F32(1 / _HIGHEST))
-        target = e.add(out, e.times(loop.index, CODE_BYTES))
+        inverse = e.broadcast(builder.fdiv(F32(highest), most))
+        scale = builder.fmul(most, F32(1 / highest))
+        target = e.add(out, e.times(loop.index, CODE_BYTES[coding]))
         sums = []
         for half, value in enumerate(values):
             code = builder.fptosi(e.round(builder.fmul(value, inverse)), INTS)
-            high = builder.ashr(builder.add(code, e.fill(128, INTS)), e.fill(8, INTS))
-            low = builder.sub(code, builder.shl(high, e.fill(8, INTS)))
-            low = e.call("llvm.smax.v16i32", INTS, low, e.fill(-127, INTS))  # -128 has no negative
-            code = builder.add(builder.shl(high, e.fill(8, INTS)), low)
-            e.store(builder.trunc(high, BYTES), target, LANES * half)
-            e.store(builder.trunc(low, BYTES), target, GROUP + LANES * half)
+            if coding == WIDE:
+                code = _store_wide(e, code, target, half)
+            else:
+                e.store(builder.trunc(code, BYTES), target, LANES * half)
             sums.append(e.sum_int_lanes(code))
-        whole = builder.sitofp(builder.add(*sums), F32)
-        record = e.add(records, e.times(loop.index, RECORD_BYTES))
+        whole = builder.add(*sums)
+        record = e.add(records, e.times(loop.index, RECORD_BYTES[coding]))
         e.store(scale, record)
-        e.store(builder.fmul(scale, whole), record, 4)
-        e.store(sums[0], record, 8)
-        e.store(sums[1], record, 12)
+        e.store(builder.fmul(scale, builder.sitofp(whole, F32)), record, 4)
+        for place, total in ((EXCESS, whole), (EXCESS_FIRST, sums[0]), (EXCESS_LAST, sums[1])):
+            e.store(builder.mul(total, I32(-128)), record, place)
+
+
+def _store_wide(e: Any, code: Any, target: Any, half: int) -> Any:
+    """Store 16 codes as high and low bytes; return what those say."""
+    builder = e.builder
+    high = builder.ashr(builder.add(code, e.fill(128, INTS)), e.fill(8, INTS))
+    low = builder.sub(code, builder.shl(high, e.fill(8, INTS)))
+    low = e.call("llvm.smax.v16i32", INTS, low, e.fill(-127, INTS))  # -128 has no negative
+    e.store(builder.trunc(high, BYTES), target, LANES * half)
+    e.store(builder.trunc(low, BYTES), target, GROUP + LANES * half)
+    return builder.add(builder.shl(high, e.fill(8, INTS)), low)
 
 
 @routine("float")

@@ -66,9 +66,11 @@ LINE_WORDS = 8
     GROUP_INDEX,
     NUMBER,
     SECOND_NUMBER,
-) = range(24)
-NUM_FIELDS = 24
-"""IN, AUX, OUT and QUANTIZED are buffer numbers, -1: none. NUMBER holds the bits of an f32."""
+    CODING,
+) = range(25)
+NUM_FIELDS = 25
+"""IN, AUX, OUT and QUANTIZED are buffer numbers, -1: none. NUMBER holds the bits of an f32.
+CODING is that of QUANTIZED, or of what a product reads."""
 
 TOKENS, SAMPLES = 0, 1
 """DOMAIN: how many rows an operation has."""

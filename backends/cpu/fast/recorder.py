@@ -17,10 +17,12 @@ from headrace.backends.cpu.fast import layout as at
 from headrace.backends.cpu.fast.arena import Arena, address
 from headrace.backends.cpu.fast.intrinsics import LANES
 from headrace.backends.cpu.fast.kernels_product import (
+    BRAIN,
     CODE_BYTES,
     GROUP,
     PLAIN,
     RECORD_BYTES,
+    WIDE,
 )
 from headrace.backends.cpu.fast.packing import HeldWeight, Packer, UnsupportedModel, round_up
 from headrace.interfaces import AttentionSpec
@@ -98,13 +100,16 @@ class Program:
 class Recorder:
     """Implements what loading and a forward need of headrace.interfaces.Ops; `finish` gives the program."""
 
-    def __init__(self, groups: Sequence[KVGroupSpec]) -> None:
+    def __init__(self, groups: Sequence[KVGroupSpec], coding: int = WIDE) -> None:
+        """`coding` is that of activations which meet weights in integers."""
+        self._coding = coding
         self._packer = Packer(Arena())
         self._group_of = {layer: index for index, g in enumerate(groups) for layer in g.layers}
         self._head_dims = {layer: group.head_dim for group in groups for layer in group.layers}
         self._instructions: list[Instruction] = []
         self._values: list[Value] = []
-        self._quantized: dict[Activation, int] = {}
+        self._quantized: dict[tuple[Activation, int], int] = {}
+        """By activation and coding."""
         self._keep: list[Any] = []
         self._ratios: set[tuple[int, int]] = set()
         self.weight_bytes = 0
@@ -146,9 +151,8 @@ class Recorder:
         return out
 
     def linear(self, x: Activation, weight: HeldWeight) -> Activation:
-        coded = None
-        if any(run.form != PLAIN for run in weight.runs):
-            coded = self._as_codes(x)
+        codings = [BRAIN if run.form == PLAIN else self._coding for run in weight.runs]
+        coded = {coding: self._as_codes(x, coding) for coding in dict.fromkeys(codings)}
         out = self._value(self._values[x.value].domain, weight.out_size)
         for index, run in enumerate(weight.runs):
             target = Activation(out.value, run.first_output, run.num_columns * LANES)
@@ -159,9 +163,9 @@ class Recorder:
                 at.POINTER: run.tiles,
                 at.SECOND_POINTER: weight.bias + 4 * run.first_output if weight.bias else 0,
                 at.BARRIER: int(index == len(weight.runs) - 1),
+                at.CODING: codings[index],
             }
-            source = x if run.form == PLAIN or coded is None else coded
-            self._emit(at.LINEAR, {at.IN: source, at.OUT: target}, fields)
+            self._emit(at.LINEAR, {at.IN: coded[codings[index]], at.OUT: target}, fields)
         return out
 
     def rms_norm(
@@ -284,28 +288,30 @@ class Recorder:
         changed |= {operands[at.IN].value} if code in (at.ROPE, at.SOFT_CAP) else set()
         for index in changed:
             self._values[index].is_changed = True
-        for known in [known for known in self._quantized if known.value in changed]:
+        for known in [known for known in self._quantized if known[0].value in changed]:
             del self._quantized[known]
         self._instructions.append(Instruction(fields))
 
-    def _as_codes(self, x: Activation) -> Activation:
+    def _as_codes(self, x: Activation, coding: int) -> Activation:
         """Return x as codes: by the operation that makes it where that can, or by one of its own."""
-        known = self._quantized.get(x)
+        known = self._quantized.get((x, coding))
         groups = x.width // GROUP
-        stride = groups * (CODE_BYTES + RECORD_BYTES)
+        stride = groups * (CODE_BYTES[coding] + RECORD_BYTES[coding])
         if known is not None:
             return Activation(known, 0, x.width)
         value = self._values[x.value]
         coded = self._value(value.domain, x.width, stride)
         maker = self._instructions[value.first_use].fields
         is_whole = (x.column, x.width) == (0, value.width)
-        if maker[at.CODE] in QUANTIZING and is_whole and not value.is_changed:
+        is_free = maker[at.CODE] in QUANTIZING and maker[at.QUANTIZED] < 0
+        if is_free and is_whole and not value.is_changed:
             self._values[coded.value].first_use = value.first_use
         else:
             self._emit(at.QUANTIZE, {at.IN: x}, {at.SIZE: x.width})
             maker = self._instructions[-1].fields
         maker[at.QUANTIZED], maker[at.QUANTIZED_STRIDE] = coded.value, stride
-        self._quantized[x] = coded.value
+        maker[at.CODING] = coding
+        self._quantized[x, coding] = coded.value
         return coded
 
     # --- the program ------------------------------------------------------------
