@@ -9,10 +9,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import structlog
 
 from headrace.gateway.state import GatewayState
+from headrace.gateway.trace_context import TraceContext
+from headrace.gateway.tracing import SpanFacts
 from headrace.types import RequestSummary, RequestTimings, TokenEvent
 
 _logger = structlog.get_logger("headrace.gateway")
@@ -35,6 +38,19 @@ class _PromptFacts:
     cached_tokens: int | None = None
 
 
+class RelayedCounts(Protocol):
+    """The tokens another server says it counted."""
+
+    @property
+    def prompt_tokens(self) -> int: ...
+
+    @property
+    def completion_tokens(self) -> int: ...
+
+    @property
+    def cached_tokens(self) -> int: ...
+
+
 @dataclass(slots=True)
 class RequestRecord:
     """Collects while the request runs. `finish` may be called any number of times."""
@@ -47,6 +63,7 @@ class RequestRecord:
     status: int = 200
     error_code: str | None = None
     first_token_at: float | None = None
+    trace: TraceContext | None = None
     _prompts: list[_PromptFacts] = field(default_factory=list)
     _choices: dict[tuple[int, int], _ChoiceFacts] = field(default_factory=dict)
     _timings: list[RequestTimings] = field(default_factory=list)
@@ -66,6 +83,18 @@ class RequestRecord:
         for place in self._choices:
             if place[0] == prompt_index:
                 self._choices[place] = _ChoiceFacts()
+
+    def relayed(self, usage: RelayedCounts | None, finish_reasons: Sequence[str]) -> None:
+        """Another server has answered: note what it counted, of all choices together, and how they ended."""
+        now = self.state.clock.now()
+        for choice, reason in zip(self._choices.values(), finish_reasons, strict=False):
+            choice.finish_reason = reason
+        if usage is None:
+            return
+        self._prompts[0].num_tokens = usage.prompt_tokens
+        self._prompts[0].cached_tokens = usage.cached_tokens
+        first = next(iter(self._choices.values()))
+        first.num_tokens, first.last_time = usage.completion_tokens, now
 
     def take(self, prompt_index: int, events: Sequence[TokenEvent]) -> None:
         """Note news."""
@@ -148,6 +177,7 @@ class RequestRecord:
         summary = self.summary()
         self.state.metrics.request_finished(summary, self._timings)
         self.state.observers.request_finished(summary)
+        self._trace(summary)
         _logger.info(
             "request finished",
             request_id=summary.request_id,
@@ -163,6 +193,13 @@ class RequestRecord:
             tpot_seconds=_rounded(summary.tpot_seconds),
             duration_seconds=_rounded(summary.duration_seconds),
         )
+
+    def _trace(self, summary: RequestSummary) -> None:
+        tracing, trace = self.state.tracing, self.trace
+        if tracing is None or trace is None or not trace.is_sampled:
+            return
+        replica = structlog.contextvars.get_contextvars().get("replica", "")
+        tracing.request_finished(SpanFacts(trace, summary, self._timings, self.error_code, replica))
 
 
 def _rounded(seconds: float | None) -> float | None:

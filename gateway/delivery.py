@@ -2,16 +2,87 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
+import anyio
+import msgspec
+import structlog
 from anyio.abc import TaskGroup
+from starlette.types import Send
 
-from headrace.errors import EngineFailed, RemoteError
+from headrace.errors import EngineFailed, RemoteError, RequestAborted, RequestError
 from headrace.gateway.accounting import RequestRecord
 from headrace.gateway.answer import ENDED_WELL, Answer
+from headrace.gateway.errors import error_info, error_object
+from headrace.gateway.failover import is_replicas_fault
 from headrace.gateway.sse import SseWriter
+from headrace.gateway.tasks import first_error
 from headrace.types import TokenEvent
+
+_logger = structlog.get_logger("headrace.gateway")
+
+
+@dataclass(slots=True)
+class Outlet:
+    """The way to the client. `writer` and `group` are there where the answer is streamed."""
+
+    send: Send
+    writer: SseWriter | None = None
+    group: TaskGroup | None = None
+    has_said: bool = False
+    """Whether some of the answer has gone out: then nothing can begin anew."""
+
+    async def begin(self) -> None:
+        """Send the head of a stream, where it has not gone out yet."""
+        if self.writer is not None and self.group is not None and not self.writer.started:
+            self.group.start_soon(self.writer.watch)
+            await self.writer.start()
+
+
+Way = Callable[[Outlet], Awaitable[bytes]]
+"""One way to have a call answered; returns the last bytes of a stream's body."""
+
+
+async def deliver(
+    record: RequestRecord, send: Send, ways: Sequence[Way], *, is_stream: bool
+) -> None:
+    """Have a call answered, by the next way where one fails before anything of it went out.
+
+    A stream that fails later ends with one error event; everything else is raised.
+    """
+    if not is_stream:
+        await _in_turn(ways, Outlet(send))
+        return
+    config = record.state.config.gateway
+    writer = SseWriter(
+        send, keepalive_interval=config.keepalive_interval, stall_timeout=config.stall_timeout
+    )
+    try:
+        async with anyio.create_task_group() as group:
+            last = await _in_turn(ways, Outlet(send, writer, group))
+            group.cancel_scope.cancel()
+    except BaseExceptionGroup as errors:
+        error = first_error(errors)
+        is_reportable = isinstance(error, Exception) and not isinstance(error, RequestAborted)
+        if not (writer.started and is_reportable):
+            raise error from None
+        assert isinstance(error, Exception)
+        note_failure(record, error)
+        await writer.end([msgspec.json.encode(error_object(error_info(error)))])
+        return
+    if writer.started:
+        await writer.end_with(last)
+
+
+async def _in_turn(ways: Sequence[Way], outlet: Outlet) -> bytes:
+    for way in ways[:-1]:
+        try:
+            return await way(outlet)
+        except RequestError as error:
+            if outlet.has_said or not is_replicas_fault(error):
+                raise
+    return await ways[-1](outlet)
 
 
 @dataclass(slots=True)
@@ -41,19 +112,19 @@ class StreamDelivery:
 
     record: RequestRecord
     answer: Answer
+    outlet: Outlet
     writer: SseWriter
-    group: TaskGroup
     _said: set[int] = field(default_factory=set)
 
     async def accepted(self) -> None:
-        self.group.start_soon(self.writer.watch)
-        await self.writer.start()
+        await self.outlet.begin()
 
     async def take(self, prompt_index: int, events: list[TokenEvent]) -> None:
         self.record.take(prompt_index, events)
         chunks = self.answer.chunks(prompt_index, events)
         if chunks:
             self._said.add(prompt_index)
+            self.outlet.has_said = True
             await self.writer.send(chunks)
         check_failed(events)
 
@@ -71,3 +142,11 @@ def check_failed(events: Sequence[TokenEvent]) -> None:
             raise RemoteError(event.error)
         if event.finish_reason is not None and event.finish_reason not in ENDED_WELL:
             raise EngineFailed(f"the engine ended the request early ({event.finish_reason})")
+
+
+def note_failure(record: RequestRecord, error: Exception) -> None:
+    """Note how a request failed; what was not on purpose goes to the log in full."""
+    info = error_info(error)
+    record.status, record.error_code = info.http_status, info.code
+    if not isinstance(error, RequestError):
+        _logger.error("request failed", request_id=record.request_id, exc_info=error)

@@ -8,13 +8,14 @@ from typing import Protocol
 import anyio
 
 from headrace.gateway.call import TargetModel
+from headrace.gateway.entrance import Placement
 from headrace.gateway.failover import with_failover
 from headrace.gateway.readiness import require_card
 from headrace.gateway.replica import Replica
 from headrace.gateway.state import GatewayState
 from headrace.gateway.tasks import first_error
 from headrace.gateway.upstream import Upstream
-from headrace.types import GenerationRequest, RoutingRequest, TokenEvent
+from headrace.types import TokenEvent
 
 
 class Sink(Protocol):
@@ -39,21 +40,19 @@ async def find_target(state: GatewayState, model: str | None) -> TargetModel:
     return TargetModel(card, await state.texts.get(card))
 
 
-async def run_requests(
-    state: GatewayState, requests: Sequence[GenerationRequest], sink: Sink
-) -> None:
-    """Run the requests of one call side by side, each on an engine that the router chooses.
+async def run_requests(state: GatewayState, placements: Sequence[Placement], sink: Sink) -> None:
+    """Run the prompts of one call side by side, each on an engine that the router chooses.
 
-    A request whose replica fails moves to another one while nothing of it has gone out; any other
+    A prompt whose replica fails moves to another one while nothing of it has gone out; any other
     failure ends all. Leaving a stream early aborts its request.
     """
-    pending = set(range(len(requests)))
+    pending = set(range(len(placements)))
     all_accepted = anyio.Event()
 
-    async def run_one(index: int, request: GenerationRequest) -> None:
+    async def run_one(index: int, placement: Placement) -> None:
         async def on(replica: Replica) -> None:
             assert not isinstance(replica.client, Upstream)
-            async with replica.client.stream(request) as events:
+            async with replica.client.stream(placement.request) as events:
                 if index in pending:
                     pending.discard(index)
                     if not pending:
@@ -65,32 +64,22 @@ async def run_requests(
 
         await with_failover(
             state,
-            routing_request(request),
+            placement.routing,
             on,
             lambda: sink.restart(index),
-            excluding=_elsewhere(state, request.model),
+            excluding=_elsewhere(state, placement.request.model),
+            proposed=placement.replica_id,
         )
 
-    if len(requests) == 1:
-        await run_one(0, requests[0])
+    if len(placements) == 1:
+        await run_one(0, placements[0])
         return
     try:
         async with anyio.create_task_group() as group:
-            for index, request in enumerate(requests):
-                group.start_soon(run_one, index, request)
+            for index, placement in enumerate(placements):
+                group.start_soon(run_one, index, placement)
     except BaseExceptionGroup as errors:
         raise first_error(errors) from None
-
-
-def routing_request(request: GenerationRequest) -> RoutingRequest:
-    """Return what the routing policy may know of a request."""
-    return RoutingRequest(
-        model=request.model,
-        tenant=request.tenant,
-        priority=request.priority,
-        num_prompt_tokens=len(request.prompt_token_ids),
-        prefix_hashes=request.prefix_hashes,
-    )
 
 
 def _elsewhere(state: GatewayState, model: str) -> list[str]:

@@ -28,17 +28,19 @@ async def with_failover(
     may_restart: Callable[[], bool],
     *,
     excluding: Collection[str] = (),
+    proposed: str = "",
 ) -> None:
     """Choose a replica and run `work` there; where the replica fails it, on another one.
 
-    `may_restart` says whether the work can begin anew, and makes it forget what it did. Raises what
-    the last replica raised, and Unavailable where there is none to begin with.
+    `proposed` is a choice already made, kept where it still can serve. `may_restart` says whether the
+    work can begin anew, and makes it forget what it did. Raises what the last replica raised, and
+    Unavailable where there is none to begin with.
     """
     tried = [*excluding]
     failure: RequestError | None = None
     for _ in range(MAX_ATTEMPTS):
         try:
-            replica = state.router.choose(routing, state.clock.now(), excluding=tried)
+            replica = _choose(state, routing, tried, proposed)
         except Unavailable:
             if failure is None:
                 raise
@@ -57,6 +59,17 @@ async def with_failover(
     raise failure
 
 
+def _choose(
+    state: GatewayState, routing: RoutingRequest, tried: Collection[str], proposed: str
+) -> Replica:
+    now = state.clock.now()
+    if proposed and proposed not in tried:
+        replica = state.router.find(proposed)
+        if replica is not None and replica.can_serve(now):
+            return replica
+    return state.router.choose(routing, now, excluding=tried)
+
+
 async def _attempt(
     state: GatewayState,
     replica: Replica,
@@ -65,6 +78,7 @@ async def _attempt(
 ) -> None:
     """Run the work on one replica and tell its breaker how that went."""
     breaker = replica.breaker
+    structlog.contextvars.bind_contextvars(replica=replica.id)
     with state.router.place(replica, routing):
         is_trial = breaker.sent()
         try:

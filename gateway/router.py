@@ -62,6 +62,11 @@ class Router:
         return [replica for group in self._groups.values() for replica in group.replicas]
 
     @property
+    def has_upstream(self) -> bool:
+        """Whether other servers serve any model."""
+        return any(group.has_upstream for group in self._groups.values())
+
+    @property
     def policy_failures_total(self) -> int:
         return self._guard.failures_total
 

@@ -47,10 +47,19 @@ class SseWriter:
         if body:
             await self._write({"type": "http.response.body", "body": body, "more_body": True})
 
+    async def relay(self, events: bytes) -> None:
+        """Send events as they are."""
+        await self._write({"type": "http.response.body", "body": events, "more_body": True})
+
+    async def end_with(self, events: bytes) -> None:
+        """Send the last events as they are and close the body; needs no watch."""
+        await self._write_in_time(
+            {"type": "http.response.body", "body": events, "more_body": False}
+        )
+
     async def end(self, payloads: Iterable[bytes]) -> None:
         """Send the last events and close the body; needs no watch."""
-        message = {"type": "http.response.body", "body": event_bytes(payloads), "more_body": False}
-        await self._write_in_time(message)
+        await self.end_with(event_bytes(payloads))
 
     async def watch(self) -> None:
         """Send a comment whenever nothing was sent for an interval; raise ClientStalled where a write

@@ -135,6 +135,8 @@ def test_the_second_judgement_knows_the_request() -> None:
         num_prompt_tokens=3,
         max_output_tokens=16,
         num_choices=4,
+        replica_id="tiny/0",
+        expected_output_tokens=16,
     )
 
 
