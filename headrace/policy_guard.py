@@ -1,25 +1,31 @@
 """What stands between a policy and the code that trusts its answer.
 
 A policy that raises, answers nonsense or is slow is logged, counted, and the built-in decides that
-call instead; after repeated strikes it is benched until another policy is swapped in. Each guard is
-itself a policy, so whoever holds one needs to know nothing of this.
+call instead; after repeated strikes it is benched until another policy is swapped in. One that does
+not come back is cut off by the watchdog. Each guard is itself a policy, so whoever holds one needs
+to know nothing of this.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import structlog
 
-from headrace.interfaces import AdmissionPolicy, RoutingPolicy, SchedulingPolicy
+from headrace.interfaces import AdmissionPolicy, EvictionPolicy, RoutingPolicy, SchedulingPolicy
+from headrace.policy_watchdog import PolicyTimeout, Watchdog
 from headrace.types import (
     AdmissionView,
     Admit,
+    BlockView,
+    PolicyChoice,
+    PolicyState,
     Queue,
     Reject,
     ReplicaView,
@@ -49,11 +55,13 @@ class GuardLimits:
     """When a call is a strike and when strikes bench a policy."""
 
     slow_seconds: float = 0.1
+    """A call that takes longer is cut off: PolicyTimeout is raised inside it."""
     max_strikes: int = 3
     forgive_after: int = 1000
     """So many good calls in a row wipe the strikes out: a pause a week does not bench a policy."""
     timer: Callable[[], float] = time.perf_counter
     """Real time, even where the engine's clock is virtual: slowness is about this machine."""
+    watchdog: Watchdog = field(default_factory=Watchdog)
 
 
 class PolicyGuard(Generic[PolicyT]):
@@ -71,6 +79,13 @@ class PolicyGuard(Generic[PolicyT]):
         self._strikes = 0
         self._good_calls = 0
         self.failures_total = 0
+        self.calls_total = 0
+        self.seconds_total = 0.0
+        """Spent in the policy's own calls, failed ones too."""
+        self.last_failure = ""
+        self.epoch = 0
+        """Changes whenever somebody else decides: another policy, or the built-in for a benched one."""
+        self.choice = PolicyChoice(policy.name)
 
     @property
     def policy(self) -> PolicyT:
@@ -81,11 +96,35 @@ class PolicyGuard(Generic[PolicyT]):
     def is_benched(self) -> bool:
         return self._strikes >= self._limits.max_strikes
 
-    def swap(self, policy: PolicyT) -> None:
+    @property
+    def deciding(self) -> PolicyT:
+        """Whoever decides now: the policy, or the built-in while that is benched."""
+        return self._fallback if self.is_benched else self._policy
+
+    def state(self) -> PolicyState:
+        """Return what is in force and how it fares."""
+        return PolicyState(
+            kind=self.kind,
+            name=self._policy.name,
+            use=self.choice.use,
+            options=self.choice.options,
+            strikes=self._strikes,
+            is_benched=self.is_benched,
+            failures_total=self.failures_total,
+            calls_total=self.calls_total,
+            seconds_total=self.seconds_total,
+            last_failure=self.last_failure,
+        )
+
+    def swap(self, policy: PolicyT, choice: PolicyChoice | None = None) -> None:
         """Use another policy from the next call on, with no strikes against it."""
         self._policy = policy
         self._strikes = 0
         self._good_calls = 0
+        self.last_failure = ""
+        self.epoch += 1
+        self.choice = choice or PolicyChoice(policy.name)
+        _logger.info("policy_swapped", kind=self.kind, policy=policy.name, use=self.choice.use)
 
     def call(self, method: str, arguments: tuple[Any, ...], check: Callable[[Any], Any]) -> Any:
         """Return the policy's checked answer, or the built-in's.
@@ -93,29 +132,43 @@ class PolicyGuard(Generic[PolicyT]):
         The policy gets its own copy of every list, so that sorting one in place harms nobody.
         `check` returns the answer to use, or raises Nonsense with the reason.
         """
-        if not self.is_benched:
-            own = tuple(list(a) if isinstance(a, (list, tuple)) else a for a in arguments)
-            start = self._limits.timer()
+        if self._strikes < self._limits.max_strikes:
+            own = tuple([list(a) if isinstance(a, (list, tuple)) else a for a in arguments])
             try:
-                answer = check(getattr(self._policy, method)(*own))
-                seconds = self._limits.timer() - start
-                if seconds > self._limits.slow_seconds:
-                    raise Nonsense(
-                        f"took {seconds * 1000:.0f} ms, at most "
-                        f"{self._limits.slow_seconds * 1000:.0f} ms are allowed"
-                    )
-            except (Exception, SystemExit) as error:
+                answer = self._timed(lambda: check(getattr(self._policy, method)(*own)))
+            except (Exception, SystemExit, PolicyTimeout) as error:
                 self._strike(method, error)
             else:
-                self._forgive()
+                if self._strikes:
+                    self._forgive()
                 return answer
         return getattr(self._fallback, method)(*arguments)
+
+    def _timed(self, ask: Callable[[], Any]) -> Any:
+        """Return what `ask` gives; Nonsense where that took too long, whether or not it was cut off."""
+        limits = self._limits
+        start = limits.timer()
+        try:
+            answer = limits.watchdog.call(ask, (), limits.slow_seconds)
+        finally:
+            seconds = limits.timer() - start
+            self.calls_total += 1
+            self.seconds_total += seconds
+        if seconds > limits.slow_seconds:
+            raise Nonsense(
+                f"took {seconds * 1000:.0f} ms, at most "
+                f"{limits.slow_seconds * 1000:.0f} ms are allowed"
+            )
+        return answer
 
     def _strike(self, method: str, error: BaseException) -> None:
         self.failures_total += 1
         self._strikes += 1
         self._good_calls = 0
         reason = str(error) if isinstance(error, Nonsense) else f"{type(error).__name__}: {error}"
+        if isinstance(error, PolicyTimeout):
+            reason = f"cut off after {self._limits.slow_seconds * 1000:.0f} ms, which is its limit"
+        self.last_failure = f"{method}: {reason}"
         _logger.warning(
             "policy_failed",
             kind=self.kind,
@@ -127,19 +180,20 @@ class PolicyGuard(Generic[PolicyT]):
             exc_info=None if isinstance(error, Nonsense) else error,
         )
         if self.is_benched:
+            self.epoch += 1
             _logger.error(
                 "policy_benched",
                 kind=self.kind,
                 policy=self._policy.name,
                 decided_by=self._fallback.name,
+                reason=reason,
             )
 
     def _forgive(self) -> None:
-        if self._strikes:
-            self._good_calls += 1
-            if self._good_calls >= self._limits.forgive_after:
-                self._strikes = 0
-                self._good_calls = 0
+        self._good_calls += 1
+        if self._good_calls >= self._limits.forgive_after:
+            self._strikes = 0
+            self._good_calls = 0
 
 
 class SchedulingGuard(PolicyGuard[SchedulingPolicy]):
@@ -170,9 +224,29 @@ class SchedulingGuard(PolicyGuard[SchedulingPolicy]):
         if self.is_benched or not hasattr(self._policy, "observe"):
             return
         try:
-            self._policy.observe(step)
-        except (Exception, SystemExit) as error:
+            self._timed(lambda: self._policy.observe(step))  # type: ignore[attr-defined]
+        except (Exception, SystemExit, PolicyTimeout) as error:
             self._strike("observe", error)
+
+    def next_decision_at(self, view: SchedulerView) -> float | None:
+        """Return when the policy wants to rank again though nothing changed; None: it has no such wish."""
+        if self.is_benched or not hasattr(self._policy, "next_decision_at"):
+            return None
+        try:
+            return checked_time(self._timed(lambda: self._policy.next_decision_at(view)))  # type: ignore[attr-defined]
+        except (Exception, SystemExit, PolicyTimeout) as error:
+            self._strike("next_decision_at", error)
+            return None
+
+
+class EvictionGuard(PolicyGuard[EvictionPolicy]):
+    kind: ClassVar[str] = "eviction"
+
+    def key(self, block: BlockView, now: float) -> tuple[tuple[float, ...], float | None]:
+        key: tuple[tuple[float, ...], float | None] = self.call(
+            "key", (block, now), lambda answer: checked_key(answer, now)
+        )
+        return key if isinstance(key[0], tuple) else checked_key(key, now)
 
 
 class RoutingGuard(PolicyGuard[RoutingPolicy]):
@@ -206,6 +280,30 @@ def checked_order(answer: Any, waiting: Sequence[RequestView]) -> list[RequestVi
     if {id(request) for request in order} != {id(request) for request in waiting}:
         raise Nonsense("the order is no permutation of the waiting requests")
     return order
+
+
+def checked_time(answer: Any) -> float | None:
+    """Return the time of `next_decision_at` on the engine's clock, or None."""
+    if answer is None:
+        return None
+    if isinstance(answer, bool) or not isinstance(answer, (int, float)) or math.isnan(answer):
+        raise Nonsense(f"the time is no number and not None: {answer!r}")
+    return float(answer)
+
+
+def checked_key(answer: Any, now: float) -> tuple[tuple[float, ...], float | None]:
+    """Return the answer of `key`, its value as a tuple of numbers: tuples of any lengths compare."""
+    if not isinstance(answer, tuple) or len(answer) != 2:
+        raise Nonsense(f"the key is no (value, ask_again_at): {answer!r}")
+    value, again = answer
+    numbers = value if isinstance(value, tuple) else (value,)
+    for number in numbers:
+        if not isinstance(number, (int, float)) or math.isnan(number):
+            raise Nonsense(f"the value is no number and no tuple of numbers: {value!r}")
+    ask_again_at = checked_time(again)
+    if ask_again_at is not None and ask_again_at <= now:
+        raise Nonsense(f"ask_again_at is {ask_again_at}, which is past: it is {now}")
+    return numbers, ask_again_at
 
 
 def checked_victim(answer: Any, running: Sequence[RequestView]) -> RequestView:

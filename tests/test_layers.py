@@ -73,6 +73,7 @@ LIBRARIES = {
         "prometheus_client",
         "uvicorn",
         "httptools",
+        "opentelemetry",  # inside functions, where spans are configured
         "tokenizers",
         "jinja2",
     },

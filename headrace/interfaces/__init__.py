@@ -20,6 +20,7 @@ from headrace.interfaces.model import (
 )
 from headrace.interfaces.policies import (
     AdmissionPolicy,
+    EvictionPolicy,
     QuantizationPolicy,
     RoutingPolicy,
     SchedulingPolicy,
@@ -31,6 +32,7 @@ __all__ = [
     "Availability",
     "Backend",
     "Clock",
+    "EvictionPolicy",
     "Group",
     "LoadSettings",
     "LoadedModel",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from headrace.types import (
     AdmissionView,
     Admit,
+    BlockView,
     Queue,
     Reject,
     ReplicaView,
@@ -29,8 +30,18 @@ if TYPE_CHECKING:
 class SchedulingPolicy(Protocol):
     """Ranks requests. The scheduler owns memory and budgets.
 
-    A policy may also have `observe(step: StepFacts) -> None`, told after each step who got how many
-    tokens and who finished.
+    What a policy may have besides, none of it needed:
+
+    - `observe(step: StepFacts) -> None`: told after each step who got how many tokens and who finished.
+    - `next_decision_at(view: SchedulerView) -> float | None`: when the order should be asked for again
+      though nothing changed; None: never. Asked after each ranking. Without it the order is asked
+      for again every 50 ms while a slot is free and the best waiting request does not fit.
+    - `is_order_fixed = True` (class): which of two waiting requests goes first never changes, so
+      that a place that becomes free asks for no new order.
+    - `needs_prefixes = True` (class): `num_cached_tokens` of the waiting is brought up to date before
+      they are ranked; otherwise it is what the cache held when they came.
+    - `meets_tpot_targets = True` (class): `prefill_budget` looks after the decodes' TPOT targets, so the
+      scheduler does not cap it for them.
     """
 
     name: ClassVar[str]
@@ -38,7 +49,7 @@ class SchedulingPolicy(Protocol):
     def rank_waiting(
         self, waiting: Sequence[RequestView], view: SchedulerView
     ) -> Sequence[RequestView]:
-        """Return the same views, best first. Called when the set changed or 50 ms passed.
+        """Return the same views, best first. Called when someone came or a place became free.
 
         Also asked where the best waiting request finds no place while requests of lower `priority`
         run: about those and the waiting one together. Whoever is ranked behind it may be taken back.
@@ -75,6 +86,24 @@ class QuantizationPolicy(Protocol):
         statistics: Mapping[str, NDArray[np.float32]] | None,
     ) -> Mapping[str, Any]:
         """Return the parts of `weight` [out, in] in `scheme`: named headrace.interfaces.QuantizedPart."""
+        ...
+
+
+class EvictionPolicy(Protocol):
+    """Orders the reusable blocks that hold known prefixes. It never forbids: references do.
+
+    A policy with the class attribute `is_release_order = True` says that its order is the one in
+    which blocks become reusable; then `key` is never called and the pool keeps a plain list.
+    """
+
+    name: ClassVar[str]
+
+    def key(self, block: BlockView, now: float) -> tuple[float | tuple[float, ...], float | None]:
+        """Return (value, ask_again_at); the lowest value is evicted first, ties in order of release.
+
+        Asked when a block becomes reusable, and again at `ask_again_at` (later than `now`, on the
+        engine's clock) where that is not None. A value is a number or a tuple of numbers.
+        """
         ...
 
 

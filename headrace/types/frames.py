@@ -55,7 +55,7 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     text: str = ""
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """Only in a choice's first event; None for the first prompt token."""
+    """Only in a request's first event, whichever choice that is of; None for the first prompt token."""
     finish_reason: str | None = None
     """One of FINISH_REASONS, on the last event of the choice."""
     stop_reason: str | int | None = None
@@ -82,6 +82,39 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     steps_total: int = 0
     step_seconds_total: float = 0.0
     policy_failures_total: int = 0
+    """Of the scheduling policy, as the two below."""
+    policy_calls_total: int = 0
+    policy_seconds_total: float = 0.0
+    eviction_failures_total: int = 0
+    eviction_calls_total: int = 0
+    eviction_seconds_total: float = 0.0
+    step_time_coefficients: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+    """The learnt step-time formula: seconds per step, prompt token, sequence and KV row."""
+    step_time_error: float = 1.0
+    """Mean absolute error of its recent predictions, over the mean step."""
+
+
+class PolicyChoice(msgspec.Struct, frozen=True):
+    """What was asked for: a registered name or a script, and its options."""
+
+    use: str
+    options: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class PolicyState(msgspec.Struct, frozen=True, kw_only=True):
+    """The policy of one kind in force, and how it fares. Counters last as long as the process."""
+
+    kind: str
+    name: str
+    use: str
+    options: dict[str, Any] = msgspec.field(default_factory=dict)
+    strikes: int = 0
+    is_benched: bool = False
+    """The built-in decides until another policy is swapped in."""
+    failures_total: int = 0
+    calls_total: int = 0
+    seconds_total: float = 0.0
+    last_failure: str = ""
 
 
 # --- gateway to engine ----------------------------------------------------------
@@ -99,6 +132,26 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
     request_id: str
+
+
+class PreparePolicy(msgspec.Struct, frozen=True, tag="prepare_policy"):
+    """Load and check a policy beside the one in force; answered by PolicyPrepared."""
+
+    swap_id: int
+    kind: str
+    choice: PolicyChoice
+
+
+class CommitPolicy(msgspec.Struct, frozen=True, tag="commit_policy"):
+    """Use the prepared policy from the next step on; answered by PolicyReport."""
+
+    swap_id: int
+
+
+class DropPolicy(msgspec.Struct, frozen=True, tag="drop_policy"):
+    """Forget a prepared policy: another replica refused it."""
+
+    swap_id: int
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
@@ -138,11 +191,28 @@ class StepEvents(msgspec.Struct, frozen=True, tag="events"):
     step_seconds: float = 0.0
 
 
+class PolicyPrepared(msgspec.Struct, frozen=True, tag="policy_prepared"):
+    """`error` says why the policy was refused; "" where it is ready."""
+
+    swap_id: int
+    error: str = ""
+
+
+class PolicyReport(msgspec.Struct, frozen=True, tag="policies"):
+    """The policies in force: sent at the start, after a swap and after a failure."""
+
+    states: list[PolicyState]
+    swap_id: int = 0
+    """The swap that this follows; 0: none."""
+
+
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """The engine cannot start or cannot go on."""
 
     message: str
 
 
-ToEngine = StartEngine | Submit | Abort | Stop
-FromEngine = Progress | Ready | Accepted | Refused | StepEvents | Failed
+ToEngine = StartEngine | Submit | Abort | PreparePolicy | CommitPolicy | DropPolicy | Stop
+FromEngine = (
+    Progress | Ready | Accepted | Refused | StepEvents | PolicyPrepared | PolicyReport | Failed
+)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -33,17 +33,24 @@ class TenantService:
     """What a tenant has been served since the engine started."""
 
     input_tokens: int = 0
+    """Prompt tokens of requests that have started, once each, whatever was cached or recomputed."""
     output_tokens: int = 0
     last_active: float = 0.0
+    cached_tokens: int = 0
+    """Those of `input_tokens` that the prefix cache gave."""
 
 
 def _unknown_step_seconds(num_prefill_tokens: int, num_sequences: int, num_kv_rows: int) -> float:
     return 0.0
 
 
+def _nobody() -> Sequence[RequestView]:
+    return ()
+
+
 @dataclass(slots=True)
 class SchedulerView:
-    """The state of the scheduler as a policy sees it."""
+    """The state of the scheduler as a policy sees it. Reused between calls: do not keep one."""
 
     now: float
     token_budget: int
@@ -53,7 +60,30 @@ class SchedulerView:
     num_blocks: int
     tenants: Mapping[str, TenantService] = field(default_factory=dict)
     step_seconds: Callable[[int, int, int], float] = _unknown_step_seconds
-    """(num_prefill_tokens, num_sequences, num_kv_rows) -> predicted seconds of such a step."""
+    """(num_prefill_tokens, num_sequences, num_kv_rows) -> predicted seconds of such a step; 0 while
+    too few steps were seen."""
+    running: Callable[[], Sequence[RequestView]] = _nobody
+    """() -> the sequences with a slot, in the order in which they started. Costs what it lists."""
+
+
+@dataclass(slots=True)
+class BlockView:
+    """One reusable block that holds a known prefix, as an eviction policy sees it. Reused: do not keep one."""
+
+    block_id: int
+    tenant: str = ""
+    """Of the request that computed it first, as `priority`."""
+    priority: int = 0
+    depth: int = 0
+    """Its place in its chain; 0 begins a prompt."""
+    hits: int = 0
+    """Requests that found it."""
+    last_used: float = 0.0
+    """When its last holder let go of it."""
+    pinned_until: float = 0.0
+    """Until when a request asked for it to be kept; 0: nobody did."""
+    tenant_share: float = 0.0
+    """Share of the pool's blocks, 0 to 1, that hold known prefixes of this tenant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +199,7 @@ class Charge:
     burst: int | None = None
     """The size of a rate's bucket: how much may be taken at once after a pause; None: `limit`."""
     unit: str = "requests"
-    """ "requests" or "tokens". A rate in tokens is settled to the tokens a request really used."""
+    """ "requests", "tokens" or "blocks". A rate in tokens is settled to the tokens a request really used."""
     replica_id: str = ""
     """Set: KV blocks of this replica, reserved in the gateway's own ledger; else shared by all gateways."""
 
