@@ -1,12 +1,12 @@
-"""Headrace beside vLLM's CPU build and llama.cpp's server: one model, one machine, one run, in turn.
+"""Headrace beside llama.cpp, OpenVINO GenAI and vLLM: same file, same machine, one run, one after the other.
 
-    python benchmarks/peers.py --models DIR [--vllm VENV] [--llama FOLDER] [--concurrency 1 4 16]
+    python benchmarks/peers.py --models DIR [--llama FOLDER] [--openvino VENV] [--vllm VENV] [--rows a,b]
 
-DIR holds `smollm2.gguf` and, for vLLM, the plain checkpoint `smollm2-hf`. VENV is a virtual environment
-with vLLM for CPU, FOLDER one with llama.cpp's `bin/llama-server`. Peers not given are left out. Each
-server is started, warmed up by one request, measured and stopped before the next one starts; the load is
-greedy streamed completions of 120 prompt and 96 output tokens. Quote the ratios: absolute figures are the
-machine's.
+DIR holds smollm2.gguf, gemma3-270m.gguf and their plain checkpoints smollm2-hf and gemma3-hf. Each peer is
+started, warmed up, measured (median of the rounds) and stopped before the next one starts. Prompts are token
+ids, the same for all peers, none a prefix of another; requests are greedy and streamed. A peer that is not
+given or fails is named in its rows, and the run goes on. Quote the ratios: absolute figures are the machine's.
+Where others use the machine too, --best takes the best of the rounds instead of the median: a rough figure.
 """
 
 from __future__ import annotations
@@ -14,151 +14,278 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import pathlib
-import signal
-import socket
-import subprocess
+import random
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
 
-import anyio
-import httpx
+import peer_servers as servers
+from peer_rows import ROWS, Key, as_data, judge, render
+from tokenizers import Tokenizer
 
-from headrace.load import LoadPlan, LoadReport, run_load
+from headrace.load import WORDS
+from headrace.load.profile import cpu_name
 
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """A server to measure: how to start it, which path says it is ready, what it calls the model."""
-
-    name: str
-    command: list[str]
-    ready_path: str
-    model: str
-    environment: Mapping[str, str] = field(default_factory=dict)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+FILES = {"smollm2": ("smollm2.gguf", "smollm2-hf"), "gemma3": ("gemma3-270m.gguf", "gemma3-hf")}
+OUTPUT = 96
+LONG, SHORT, LONG_OUTPUT = 3960, 68, 64
+"""Prompts whose decodes run at a context of 4,000 and of 100 tokens in the mean."""
+KV_MEMORY = 96 << 20
+"""A pool small enough for 100 requests to have written all of it."""
 
 
-def peers(arguments: argparse.Namespace) -> Iterator[tuple[Peer, int]]:
-    models = pathlib.Path(arguments.models)
-    port = free_port()
-    headrace = [sys.executable, "-m", "headrace", "serve", "--port", str(port)]
-    headrace += ["--model", str(models / "smollm2.gguf"), "--set", "models.0.name=smol"]
-    yield Peer("headrace", headrace + arguments.set, "/ready", "smol"), port
-    if arguments.vllm:
-        port = free_port()
-        command = [f"{arguments.vllm}/bin/vllm", "serve", str(models / "smollm2-hf")]
-        command += ["--port", str(port), "--served-model-name", "smol", "--dtype", "bfloat16"]
-        command += ["--max-model-len", "4096", "--host", "127.0.0.1"]
-        environment = {
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "4",
-            "VLLM_NO_USAGE_STATS": "1",
-            "DO_NOT_TRACK": "1",
-        }
-        yield Peer("vllm-cpu", command, "/health", "smol", environment), port
-    if arguments.llama:
-        port = free_port()
-        command = [f"{arguments.llama}/bin/llama-server", "-m", str(models / "smollm2.gguf")]
-        command += ["-t", "2", "-tb", "2", "--port", str(port), "-c", "32768", "-np", "16"]
-        command += ["--no-webui", "--host", "127.0.0.1"]
-        yield Peer("llama-server", command, "/health", "smol"), port
+@dataclass(slots=True)
+class Bench:
+    """What was asked for, and the figures found so far."""
+
+    options: argparse.Namespace
+    rows: frozenset[str]
+    found: dict[str, dict[Key, float | str]] = field(default_factory=dict)
+    bandwidth: float = 0.0
+    _prompts: int = 0
+    _words: dict[str, list[int]] = field(default_factory=dict)
+
+    def path(self, model: str, kind: int = 0) -> Path:
+        return Path(self.options.models) / FILES[model][kind]
+
+    def wants(self, model: str, peer: str) -> list[str]:
+        """Return what is to be measured of a model on a peer."""
+        return [
+            row.key[1]
+            for row in ROWS
+            if row.name in self.rows
+            and row.key[0] == model
+            and (peer == "headrace" or peer in row.peers)
+        ]
+
+    def prompts(self, model: str, count: int, length: int) -> list[list[int]]:
+        """Return prompts of exactly `length` tokens that no request had before: common words."""
+        if model not in self._words:
+            tokenizer = Tokenizer.from_file(str(self.path(model, 1) / "tokenizer.json"))
+            ids = [tokenizer.encode(f" {word}", add_special_tokens=False).ids for word in WORDS]
+            self._words[model] = [found[0] for found in ids if len(found) == 1]
+        found = []
+        for _ in range(count):
+            self._prompts += 1
+            rng = random.Random(self._prompts)
+            found.append([rng.choice(self._words[model]) for _ in range(length)])
+        return found
+
+    def note(self, peer: str, key: Key, value: float | str) -> None:
+        self.found.setdefault(peer, {})[key] = value
+        shown = value if isinstance(value, str) else f"{value:.4g}"
+        print(f"  {peer}, {key[0]} {key[1]}: {shown}", file=sys.stderr, flush=True)
+
+    def middle(self, values: Iterable[float], *, is_rate: bool = False) -> float:
+        """Return the median of the rounds or, with --best, the best of them."""
+        if self.options.best:
+            return max(values) if is_rate else min(values)
+        return median(values)
+
+    def fail(self, peer: str, model: str, reason: str) -> None:
+        """Say of everything not measured yet that it could not be."""
+        for what in self.wants(model, peer):
+            if (model, what) not in self.found.get(peer, {}):
+                self.note(peer, (model, what), reason)
 
 
-@contextmanager
-def running(peer: Peer, port: int) -> Iterator[tuple[str, float]]:
-    """Start a peer, yield its address and the seconds from start to ready, stop it."""
-    url = f"http://127.0.0.1:{port}"
-    log = open(f"peer-{peer.name}.log", "w")
-    start = time.perf_counter()
-    process = subprocess.Popen(
-        peer.command,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL,
-        env={**os.environ, **peer.environment},
-        start_new_session=True,
-    )
-    try:
-        while True:
-            if process.poll() is not None or time.perf_counter() - start > 300:
-                raise SystemExit(f"{peer.name} did not start: see peer-{peer.name}.log")
-            try:
-                if httpx.get(url + peer.ready_path, timeout=2).status_code == 200:
-                    break
-            except httpx.HTTPError:
-                pass
-            time.sleep(0.1)
-        yield url, time.perf_counter() - start
-    finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        log.close()
+def measure_loads(bench: Bench, peer: str, model: str, loaded: servers.Loaded) -> None:
+    """Measure the rows that are loads of requests, in rounds of each."""
+    wants, rounds = bench.wants(model, peer), bench.options.rounds
 
+    def run(count: int, length: int, concurrency: int, output: int) -> list[servers.Figures]:
+        return [
+            loaded.load(bench.prompts(model, count, length), concurrency, output)
+            for _ in range(rounds)
+        ]
 
-def measure(url: str, model: str, concurrency: int, rounds: int) -> LoadReport:
-    """Return the run of median throughput out of `rounds`, after one warm-up request."""
-    warm_up = LoadPlan(url=url, model=model, num_requests=1, output_tokens=8, seed=99)
-    anyio.run(run_load, warm_up)
-    runs = []
-    for seed in range(rounds):
-        plan = LoadPlan(
-            url=url,
-            model=model,
-            concurrency=concurrency,
-            num_requests=max(4, 2 * concurrency),
-            seed=1000 * concurrency + seed,
+    loaded.load(bench.prompts(model, 4, 120), 4, 16)
+    if "tpot" in wants:
+        figures = run(2, 120, 1, OUTPUT)
+        bench.note(peer, (model, "tpot"), 1e3 * bench.middle(f.tpot for f in figures))
+    for length in (120, 1000):
+        if f"ttft-{length}" in wants:
+            figures = run(5 if length == 120 else 3, length, 1, 2)
+            bench.note(peer, (model, f"ttft-{length}"), 1e3 * bench.middle(f.ttft for f in figures))
+    for concurrency in (16, 64):
+        if f"rate-{concurrency}" in wants:
+            figures = run(2 * concurrency, 120, concurrency, OUTPUT)
+            rate = bench.middle((f.tokens_per_second for f in figures), is_rate=True)
+            bench.note(peer, (model, f"rate-{concurrency}"), rate)
+    if "long-context" in wants:
+        long, short = (
+            bench.middle(f.tpot for f in run(2, length, 1, LONG_OUTPUT)) for length in (LONG, SHORT)
         )
-        runs.append(anyio.run(run_load, plan))
-    runs.sort(key=lambda run: run.output_tokens_per_second)
-    return runs[len(runs) // 2]
+        extra = (LONG - SHORT) * kv_bytes_per_token(bench.path(model, 1)) / bench.bandwidth
+        bench.note(peer, (model, "long-context"), (long - short) / extra)
+        print(
+            f"  TPOT {1e3 * short:.2f} ms at {SHORT + LONG_OUTPUT // 2}, "
+            f"{1e3 * long:.2f} ms at {LONG + LONG_OUTPUT // 2} tokens; the extra keys and values "
+            f"take {1e3 * extra:.2f} ms at {bench.bandwidth / 1e9:.1f} GB/s",
+            file=sys.stderr,
+        )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--models", required=True)
-    parser.add_argument("--vllm")
-    parser.add_argument("--llama")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--set", action="append", default=[], help="passed on to headrace serve")
-    parser.add_argument("--json")
-    arguments = parser.parse_args()
-    arguments.set = [word for setting in arguments.set for word in ("--set", setting)]
-    rows = []
-    print(
-        f"{'server':14}{'clients':>8}{'tok/s':>9}{'TTFT p50':>10}{'TPOT p50':>10}{'ready s':>9}  errors"
+def kv_bytes_per_token(checkpoint: Path) -> int:
+    """Return the bytes of one token's keys and values in bfloat16, in all layers."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    heads = config["num_key_value_heads"] * config["head_dim"]
+    return int(2 * 2 * config["num_hidden_layers"] * heads)
+
+
+def measure_starts(bench: Bench, model: str) -> None:
+    """Measure start to ready: warm and, with an empty cache of kernels, the first ever."""
+    if "start" in bench.wants(model, "headrace"):
+        commands = [headrace(bench, model)]
+        if bench.options.llama:
+            commands.append(servers.llama_command(bench.options.llama, bench.path(model)))
+        for command in commands:
+            seconds = []
+            for _ in range(bench.options.rounds):
+                with servers.started(command) as server:
+                    seconds.append(server.ready_seconds)
+            bench.note(command.name, (model, "start"), bench.middle(seconds))
+    if "first-start" in bench.wants(model, "headrace"):
+        with tempfile.TemporaryDirectory() as cache:
+            command = servers.headrace_command(
+                bench.path(model), bench.options.set, cache=Path(cache)
+            )
+            with servers.started(command) as server:
+                bench.note("headrace", (model, "first-start"), server.ready_seconds)
+
+
+def measure_memory(bench: Bench, model: str) -> None:
+    """Measure the engine process's own memory after 100 requests, less weights and KV pool, in MB."""
+    per_block = 16 * kv_bytes_per_token(bench.path(model, 1))
+    settings = [*bench.options.set, f"models.0.engine.kv_memory={KV_MEMORY}"]
+    with servers.started(servers.headrace_command(bench.path(model), settings)) as server:
+        server.load(bench.prompts(model, 100, 120), 16, OUTPUT)
+        weights = weight_bytes(server.log.read_text(errors="replace"))
+        held = servers.anonymous_bytes(server.engine_pid())
+        rest = held - weights - KV_MEMORY // per_block * per_block
+        bench.note("headrace", (model, "memory"), rest / 1e6)
+
+
+def weight_bytes(log: str) -> float:
+    """Return the bytes of the weights from what the server says when it is ready."""
+    _, found, rest = log.partition("weights ")
+    if not found:
+        raise servers.PeerFailed("the server did not say what its weights take")
+    value, unit = rest.split(";")[0].split()
+    return float(value) * 1024.0 ** ("bytes", "KiB", "MiB", "GiB", "TiB").index(unit)
+
+
+def measure_overhead(bench: Bench) -> None:
+    from engine_overhead import load_tokenizer, measure
+
+    tokenizer = load_tokenizer(bench.path("smollm2", 1) / "tokenizer.json")
+    milliseconds = [measure(tokenizer, 32, {})["engine"] for _ in range(bench.options.rounds)]
+    bench.note("headrace", ("", "overhead"), bench.middle(milliseconds))
+
+
+def headrace(bench: Bench, model: str) -> servers.Command:
+    return servers.headrace_command(bench.path(model), bench.options.set)
+
+
+def measure_model(bench: Bench, model: str) -> None:
+    """Measure all peers on one model, each put up and taken down in its turn."""
+    options, gguf = bench.options, bench.path(model)
+    ways: Mapping[str, Callable[[], AbstractContextManager[servers.Loaded]]] = {
+        "headrace": lambda: servers.started(headrace(bench, model)),
+        "openvino": lambda: servers.started_openvino(options.openvino, gguf),
+        "vllm": lambda: servers.started(servers.vllm_command(options.vllm, bench.path(model, 1))),
+    }
+    special = {"start", "first-start", "memory"}
+    for peer, start in ways.items():
+        is_given = peer == "headrace" or getattr(options, peer)
+        if not is_given or not set(bench.wants(model, peer)) - special:
+            continue
+
+        def load(
+            peer: str = peer, start: Callable[..., AbstractContextManager[servers.Loaded]] = start
+        ) -> None:
+            with start() as loaded:
+                measure_loads(bench, peer, model, loaded)
+
+        attempt(bench, peer, model, load)
+    if options.llama and bench.wants(model, "llama-bench"):
+        attempt(bench, "llama-bench", model, lambda: measure_llama(bench, model))
+    attempt(bench, "headrace", model, lambda: measure_starts(bench, model))
+    if "memory" in bench.wants(model, "headrace"):
+        attempt(bench, "headrace", model, lambda: measure_memory(bench, model))
+
+
+def measure_llama(bench: Bench, model: str) -> None:
+    tpots = servers.llama_bench_tpots(
+        bench.options.llama, bench.path(model), 120, OUTPUT, bench.options.rounds
     )
-    for peer, port in peers(arguments):
-        with running(peer, port) as (url, ready_seconds):
-            for concurrency in arguments.concurrency:
-                report = measure(url, peer.model, concurrency, arguments.rounds)
-                ttft = 1e3 * (report.percentile("ttft_seconds", 0.5) or 0)
-                tpot = 1e3 * (report.percentile("tpot_seconds", 0.5) or 0)
-                rate = report.output_tokens_per_second
-                print(
-                    f"{peer.name:14}{concurrency:8}{rate:9.1f}{ttft:10.1f}{tpot:10.2f}"
-                    f"{ready_seconds:9.1f}  {len(report.errors)}",
-                    flush=True,
-                )
-                rows.append(
-                    {"server": peer.name, "ready_seconds": ready_seconds, **report.as_dict()}
-                )
-    if arguments.json:
-        pathlib.Path(arguments.json).write_text(json.dumps(rows, indent=2) + "\n")
+    bench.note("llama-bench", (model, "tpot"), 1e3 * bench.middle(tpots))
+
+
+def attempt(bench: Bench, peer: str, model: str, call: Callable[[], None]) -> None:
+    """Do one part of the run; what it could not measure says why."""
+    try:
+        call()
+    except (servers.PeerFailed, OSError, ValueError, ImportError) as error:
+        bench.fail(peer, model, str(error))
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    names = [row.name for row in ROWS]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", required=True)
+    parser.add_argument("--llama", help="folder with bin/llama-server and bin/llama-bench")
+    parser.add_argument("--openvino", help="virtual environment with openvino-genai")
+    parser.add_argument("--vllm", help="virtual environment with vLLM for CPU")
+    parser.add_argument("--rows", help=f"only these: {','.join(names)}")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--best", action="store_true", help="best of the rounds, not the median")
+    parser.add_argument("--set", action="append", default=[], help="passed on to headrace serve")
+    parser.add_argument("--json", help="also write everything here")
+    options = parser.parse_args(arguments)
+    wrong = set(options.rows.split(",")) - set(names) if options.rows else set()
+    if wrong:
+        parser.error(f"--rows: no row {', '.join(sorted(wrong))}; there are {', '.join(names)}")
+    return options
+
+
+def main() -> int:
+    options = parse()
+    rows = [row for row in ROWS if not options.rows or row.name in options.rows.split(",")]
+    bench = Bench(options, frozenset(row.name for row in rows))
+    start = time.perf_counter()
+    load = os.getloadavg()[0]
+    if "long-context" in bench.rows:
+        from roofline import read_bandwidth
+
+        bench.bandwidth = read_bandwidth(2)
+    for model in FILES:
+        if any(row.key[0] == model for row in rows):
+            measure_model(bench, model)
+    if "overhead" in bench.rows:
+        attempt(bench, "headrace", "", lambda: measure_overhead(bench))
+    verdicts = [judge(row, bench.found) for row in rows]
+    about = {
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "cpu": cpu_name(),
+        "load_average_before": load,
+        "load_average_after": os.getloadavg()[0],
+        "rounds": options.rounds,
+        "figure": "best of the rounds" if options.best else "median of the rounds",
+        "seconds": round(time.perf_counter() - start),
+    }
+    print(", ".join(f"{name.replace('_', ' ')}: {value}" for name, value in about.items()) + "\n")
+    print(render(verdicts))
+    if options.json:
+        document = {**about, "rows": as_data(verdicts)}
+        Path(options.json).write_text(json.dumps(document, indent=1) + "\n")
+    return 0 if all(verdict.met for verdict in verdicts if verdict.ratio is not None) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
