@@ -64,6 +64,7 @@ def create_app(state: GatewayState) -> Starlette:
 
 def application(state: GatewayState, table: Sequence[Operation]) -> Starlette:
     """Return an application of these operations, each behind the check of who may use it."""
+    sample_ratio = state.tracing.sample_ratio if state.tracing is not None else None
     app = Starlette(
         routes=[
             Route(
@@ -73,7 +74,11 @@ def application(state: GatewayState, table: Sequence[Operation]) -> Starlette:
             )
             for each in table
         ],
-        middleware=[Middleware(RequestIdMiddleware), *_cors(state), Middleware(ErrorMiddleware)],
+        middleware=[
+            Middleware(RequestIdMiddleware, sample_ratio),
+            *_cors(state),
+            Middleware(ErrorMiddleware),
+        ],
         exception_handlers={HTTPException: _http_error},
     )
     app.router.redirect_slashes = False  # it would send clients to whatever their Host header says

@@ -1,4 +1,4 @@
-"""Pure ASGI middleware: request ids in and out, and no exception that reaches the server.
+"""Pure ASGI middleware: ids and traces in and out, and no exception that reaches the server.
 
 A client's X-Request-Id is only echoed and logged. The id that names a request inside is always our own,
 because proxies retry with the same header while the first try still runs.
@@ -14,6 +14,7 @@ import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.gateway.errors import error_response
+from headrace.gateway.trace_context import own_trace, received_trace, set_trace
 
 _logger = structlog.get_logger("headrace.gateway")
 HANG_UP = "headrace.hang_up"
@@ -37,10 +38,15 @@ def request_ids(scope: Scope) -> RequestIds:
 
 
 class RequestIdMiddleware:
-    """Gives every request an id, binds it to the log context and sends it back as X-Request-Id."""
+    """Gives every request an id, binds it to the log context and sends it back as X-Request-Id.
 
-    def __init__(self, app: ASGIApp) -> None:
+    The same for the trace it belongs to, as `traceparent`. `sample_ratio` is the share of new traces to
+    record; None where no spans are recorded.
+    """
+
+    def __init__(self, app: ASGIApp, sample_ratio: float | None = None) -> None:
         self.app = app
+        self._sample_ratio = sample_ratio
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -50,16 +56,24 @@ class RequestIdMiddleware:
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
         ids = RequestIds(internal, given if _ECHOED.fullmatch(given) else internal.encode())
         scope["headrace.ids"] = ids
+        trace = received_trace(scope)
+        if self._sample_ratio is not None:
+            trace = own_trace(trace, self._sample_ratio)
+        set_trace(scope, trace)
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = [*message.get("headers", ()), (b"x-request-id", ids.echoed)]
+                if trace is not None:
+                    headers.append((b"traceparent", trace.traceparent.encode()))
                 message = {**message, "headers": headers}
             await send(message)
 
         bound = {"request_id": internal}
         if ids.echoed != internal.encode():
             bound["client_request_id"] = ids.echoed.decode("ascii")
+        if trace is not None:
+            bound["trace_id"] = trace.trace_id
         with structlog.contextvars.bound_contextvars(**bound):
             await self.app(scope, receive, send_with_id)
 

@@ -21,6 +21,7 @@ from headrace.types import RequestSummary, RequestTimings
 if TYPE_CHECKING:
     from headrace.config import Config
     from headrace.gateway.router import Router
+    from headrace.gateway.tracing import Tracing
 
 
 class RequestMetrics(Protocol):
@@ -74,5 +75,7 @@ class GatewayState:
     authenticator: Authenticator = field(default_factory=Authenticator)
     limits: Limits = field(default_factory=Limits)
     texts: TextAssets = field(default_factory=TextAssets)
+    tracing: Tracing | None = None
+    """None where no spans are recorded."""
     wall_clock: Callable[[], float] = time.time
     """Unix seconds, for `created` fields only."""

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 import anyio
+import anyio.to_thread
 import pluggy
 import uvicorn
 
@@ -34,6 +35,7 @@ from headrace.gateway.replica import Replica
 from headrace.gateway.router import ModelGroup, Router
 from headrace.gateway.state import GatewayState
 from headrace.gateway.tls import tls_options
+from headrace.gateway.tracing import create_tracing
 from headrace.logs import configure_logging
 from headrace.plugins.manager import create_plugin_manager, notify
 from headrace.plugins.registry import Registries
@@ -118,6 +120,7 @@ class Gateway:
         self._exit_code = 0
         authenticator = Authenticator(config.gateway, os.environ)
         tls = tls_options(config.gateway.tls)
+        self._tracing = create_tracing(config.telemetry)
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         self.url = f"{'https' if tls else 'http'}://{shown}:{port}"
@@ -136,6 +139,7 @@ class Gateway:
             observers=self._observers,
             admission=build_admission(config, registries),
             authenticator=authenticator,
+            tracing=self._tracing,
         )
         self._texts = state.texts
         self._http = HttpServer(
@@ -165,6 +169,8 @@ class Gateway:
             await self._stop_engines()
             group.cancel_scope.cancel()
         self._observers.close()
+        if self._tracing is not None:
+            await anyio.to_thread.run_sync(self._tracing.close)
         return self._exit_code
 
     async def _watch_signals(self) -> None:

@@ -84,11 +84,13 @@ def test_dependencies_are_documented() -> None:
 
 
 def test_runtime_imports_are_declared() -> None:
-    """Every third-party module that packaged code imports belongs to a declared dependency."""
+    """Every third-party module that packaged code imports belongs to a dependency or an extra."""
     providers = importlib.metadata.packages_distributions()
+    extras = CONFIG["project"]["optional-dependencies"]
+    optional = [item for name, items in extras.items() if name != "dev" for item in items]
     declared = {
         re.split(r"[^A-Za-z0-9_.-]", requirement)[0].lower().replace("_", "-")
-        for requirement in CONFIG["project"]["dependencies"]
+        for requirement in [*CONFIG["project"]["dependencies"], *optional]
     }
     pattern = re.compile(r"^\s*(?:import|from)\s+([A-Za-z_][A-Za-z0-9_]*)", re.M)
     allowed = {"headrace", "llvmlite"}  # llvmlite is part of numba's interface

@@ -20,6 +20,7 @@ from headrace.gateway.observers import Observers
 from headrace.gateway.replica import Replica
 from headrace.gateway.router import ModelGroup, Router
 from headrace.gateway.state import GatewayState, Limits
+from headrace.gateway.tracing import Tracing
 from headrace.interfaces import AdmissionPolicy, Clock
 from headrace.policies.routing.round_robin import RoundRobin
 from headrace.testing.fake_client import FakeClient
@@ -54,6 +55,7 @@ class FakeGateway:
         limits: Limits | None = None,
         clock: Clock | None = None,
         environ: Mapping[str, str] | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self.engines = engines or (FakeClient(),)
         self.engine = self.engines[0]
@@ -72,6 +74,7 @@ class FakeGateway:
             admission=AdmissionGate(admission),
             authenticator=Authenticator(config, environ or {}),
             limits=limits or Limits(),
+            tracing=tracing,
         )
         self.app = create_app(self.state)
         for engine in self.engines:
