@@ -48,6 +48,11 @@ class BlockPool:
     def num_published(self) -> int:
         return len(self._by_digest)
 
+    @property
+    def num_publications(self) -> int:
+        """How often a block has become findable."""
+        return self._next_serial
+
     def block(self, block_id: int) -> Block:
         return self._blocks[block_id]
 

@@ -14,14 +14,17 @@ from __future__ import annotations
 from headrace.engine.batch import BatchPlan, PlannedSequence
 from headrace.engine.chunks import bound_by_scoring, decodes, in_turn, planned
 from headrace.engine.kv_cache import KVCache
+from headrace.engine.ranking import Ranking, deciding
 from headrace.engine.sequence import Family, Sequence, Status
 from headrace.interfaces import SchedulingPolicy
 from headrace.step_time import StepTimeModel
 from headrace.types import EngineSettings, SchedulerView, TenantService
 
-RANK_INTERVAL_SECONDS = 0.05
 MAX_RANK_PREEMPTIONS = 3
 """How often a sequence is taken back for one of higher priority; after that it keeps its place."""
+
+
+_MAX_TENANTS = 4096
 
 
 class Scheduler:
@@ -49,9 +52,8 @@ class Scheduler:
         self._free_slots = list(range(self.num_slots - 1, -1, -1))
         self._max_batched_tokens = settings.max_batched_tokens
         self._max_score_rows = max_score_rows
-        self._is_rank_stale = False
+        self._ranking = Ranking(policy, kv_cache)
         self._is_ahead = False
-        self._ranked_at = 0.0
         self._blocked: tuple[Sequence, int, int] | None = None
         self._view = SchedulerView(
             now=0.0,
@@ -62,6 +64,7 @@ class Scheduler:
             num_blocks=kv_cache.pool.num_blocks,
             tenants=self.tenants,
             step_seconds=step_time.predict,
+            running=lambda: [sequence.refresh_view() for sequence in self.running],
         )
 
     @property
@@ -112,9 +115,23 @@ class Scheduler:
     def _enqueue(self, sequence: Sequence) -> None:
         sequence.status = Status.WAITING
         self.waiting.append(sequence)
-        self._is_rank_stale = True
+        self._ranking.note_arrival(sequence)
+
+    def service(self, tenant: str) -> TenantService:
+        """Return what is kept of a tenant; of too many, those served longest ago are forgotten."""
+        service = self.tenants.get(tenant)
+        if service is None:
+            if len(self.tenants) >= _MAX_TENANTS:
+                del self.tenants[min(self.tenants, key=lambda name: self.tenants[name].last_active)]
+            service = self.tenants[tenant] = TenantService()
+        return service
 
     def _start(self, sequence: Sequence) -> None:
+        if sequence.index == 0 and sequence.num_preemptions == 0:
+            service = self.service(sequence.request.tenant)
+            service.input_tokens += sequence.num_tokens
+            service.cached_tokens += sequence.view.num_cached_tokens
+            service.last_active = self._view.now
         sequence.status = Status.RUNNING
         sequence.slot = self._free_slots.pop()
         self.running.append(sequence)
@@ -131,6 +148,7 @@ class Scheduler:
         self._free_slots.append(sequence.slot)
         sequence.slot = -1
         self.kv_cache.free(sequence)
+        self._ranking.note_free_place()
 
     def _preempt(self, sequence: Sequence, plan: BatchPlan) -> None:
         plan.drop(sequence)
@@ -138,6 +156,12 @@ class Scheduler:
         sequence.num_preemptions += 1
         self.preemptions_total += 1
         self._enqueue(sequence)
+
+    def next_decision_at(self) -> float | None:
+        """Return when those who wait are to be ranked again though nothing changed; None: never."""
+        if not self.waiting:
+            return None
+        return self._ranking.next_decision_at(has_free_slot=bool(self._free_slots))
 
     # --- a step -----------------------------------------------------------------
 
@@ -211,25 +235,14 @@ class Scheduler:
 
     def _admit(self, plan: BatchPlan, now: float) -> None:
         """Give slots to waiting sequences in the policy's order, up to the first that does not fit."""
-        self._rank(now)
+        self._view.now = now
+        if self._ranking.is_due(now, has_free_slot=bool(self._free_slots)):
+            self.waiting = self._ranking.order(self.waiting, self._refresh_view())
         for sequence in list(self.waiting):
             if not self._can_start(sequence) and not self._try_make_way(sequence, plan):
                 return
             self.waiting.remove(sequence)
             self._start(sequence)
-
-    def _rank(self, now: float) -> None:
-        self._view.now = now
-        is_due = now - self._ranked_at >= RANK_INTERVAL_SECONDS
-        if not self._is_rank_stale and not is_due:
-            return
-        self._is_rank_stale = False
-        self._ranked_at = now
-        if len(self.waiting) > 1:
-            views = [sequence.refresh_view() for sequence in self.waiting]
-            order = self.policy.rank_waiting(views, self._refresh_view())
-            by_view = {id(sequence.view): sequence for sequence in self.waiting}
-            self.waiting = [by_view[id(view)] for view in order]
 
     def _can_start(self, sequence: Sequence) -> bool:
         """Whether a slot is free, and blocks for all its tokens beside what the others still need."""
@@ -322,7 +335,8 @@ class Scheduler:
             return max(wish, least)
         decoding = [entry.sequence for entry in plan.entries]
         targets = [t for s in decoding if (t := s.request.tpot_target_seconds) is not None]
-        if not targets or not self.step_time.is_fitted:
+        looks_itself = getattr(deciding(self.policy), "meets_tpot_targets", False)
+        if not targets or looks_itself or not self.step_time.is_fitted:
             return wish
         within = self.step_time.formula.prefill_tokens_within(
             min(targets), len(decoding), sum(s.num_kv_rows() for s in decoding), view.token_budget
