@@ -130,6 +130,10 @@ class ChildProcess:
         """Ask it to leave (SIGTERM)."""
         self._process.terminate()
 
+    def kill(self) -> None:
+        """Kill the process and its own children, running or stopped (SIGKILL); its connection then ends."""
+        _kill(self._process)
+
     async def close(self) -> None:
         """Kill the process and its own children if they still run, reap it, close every descriptor."""
         await _end(self._process)
@@ -260,8 +264,14 @@ async def _wait_exit(process: subprocess.Popen[bytes], seconds: float) -> bool:
 
 
 async def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process and its session; one that is reaped already has a number that may be another's."""
+    """Kill the process and its session, and reap it."""
+    if process.poll() is None:
+        _kill(process)
+        await _wait_exit(process, 5.0)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and its session; one that is reaped already has a number that may be another's."""
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
-        await _wait_exit(process, 5.0)

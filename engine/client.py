@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from headrace.engine.child import ChildProcess, describe_exit, relay_line
+from headrace.engine.heartbeat import Heartbeat
 from headrace.engine.loop import EngineLoop, SteppedEngine
 from headrace.engine.outbox import Outbox
 from headrace.engine.streams import ClientState as ClientState
@@ -27,6 +28,7 @@ from headrace.types import (
     FromEngine,
     GenerationRequest,
     ModelCard,
+    Pong,
     Progress,
     Ready,
     StartEngine,
@@ -229,8 +231,11 @@ class ProcessEngine(StreamingClient):
         *,
         command: Sequence[str] = WORKER_COMMAND,
         restarts: RestartRule | None = None,
+        hang_seconds: float = 10.0,
     ) -> None:
+        """`hang_seconds`: a ready process that gives no sign of life for so long is killed."""
         super().__init__(client_id)
+        self._heartbeat = Heartbeat(client_id, hang_seconds)
         self._config = dict(config)
         self._command = tuple(command)
         self._restarts = restarts or RestartRule()
@@ -269,7 +274,9 @@ class ProcessEngine(StreamingClient):
     def _receive(self, frame: FromEngine) -> None:
         if isinstance(frame, Ready):
             self._ready_since = asyncio.get_running_loop().time()
-        super()._receive(frame)
+        self._heartbeat.heard(frame)
+        if not isinstance(frame, Pong):
+            super()._receive(frame)
 
     async def _supervise(self) -> None:
         failed_starts = 0
@@ -315,6 +322,9 @@ class ProcessEngine(StreamingClient):
     async def _serve(self, child: ChildProcess) -> str | None:
         """Take frames until the process is gone; return what it said of its end, if anything."""
         stated: str | None = None
+        watch = asyncio.get_running_loop().create_task(
+            self._heartbeat.watch(child, lambda: self.state == "ready")
+        )
         try:
             while (frame := await child.receive()) is not None:
                 if isinstance(frame, Failed):
@@ -322,6 +332,8 @@ class ProcessEngine(StreamingClient):
                 self._receive(frame)
         except EngineFailed as error:
             return f"it broke the protocol: {error}"
+        finally:
+            watch.cancel()
         return stated
 
     async def _bury(self, child: ChildProcess, stated: str | None) -> _Life:
@@ -332,6 +344,7 @@ class ProcessEngine(StreamingClient):
         exited = await child.wait_exit(_EXIT_STATUS_SECONDS)
         code = child.exit_code
         how = describe_exit(code) if exited and code is not None else "closed its connection"
+        how = self._heartbeat.take_verdict() or how
         name = f"the engine process of replica '{self.id}'"
         self._streams.fail_all(
             lambda: EngineFailed(f"{name} {how} while serving this request; it is being restarted")

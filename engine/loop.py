@@ -7,6 +7,7 @@ take effect between two steps, never inside one, so the engine itself needs no l
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -75,11 +76,18 @@ class EngineLoop:
         self._reported = EngineStats()
         self._nothing_ran = False
         self._last_step_failed = False
+        self._step_began: float | None = None
         self._log = structlog.get_logger("headrace.engine")
 
     def post(self, frame: ToEngine) -> None:
         """Hand over a message; it takes effect before the next step. Never blocks."""
         self._inbox.put(frame)
+
+    @property
+    def busy_seconds(self) -> float:
+        """How long the engine has been inside one step, in real time; 0 between two. For any thread."""
+        began = self._step_began
+        return 0.0 if began is None else time.monotonic() - began
 
     def announce(self, card: ModelCard) -> None:
         """Say that the engine is ready, with its first numbers. Call before `run`."""
@@ -90,7 +98,9 @@ class EngineLoop:
         """Run until Stop. Raises what the engine raised where it cannot go on."""
         while self._drain_inbox():
             if self._engine.has_work():
+                self._step_began = time.monotonic()
                 self._step()
+                self._step_began = None
             elif self._must_report:
                 self._report([])
 

@@ -57,9 +57,12 @@ def operations(state: GatewayState) -> list[Operation]:
     ]
 
 
-def create_app(state: GatewayState) -> Starlette:
-    """Return the gateway as an ASGI application. It owns nothing: the server starts and stops `state`."""
-    return application(state, operations(state))
+def create_app(state: GatewayState, more: Sequence[Operation] = ()) -> Starlette:
+    """Return the gateway as an ASGI application, with `more` operations on the same port.
+
+    It owns nothing: the server starts and stops `state`.
+    """
+    return application(state, [*operations(state), *more])
 
 
 def application(state: GatewayState, table: Sequence[Operation]) -> Starlette:

@@ -32,7 +32,8 @@ class Ready:
         state = self.state
         all_groups = groups(state)
         cards = [ready_card(group) for group in all_groups]
-        all_ready = bool(all_groups) and all(map(is_ready, all_groups))
+        is_stopping = state.lifecycle.is_stopping
+        all_ready = bool(all_groups) and all(map(is_ready, all_groups)) and not is_stopping
         if all_ready:
             for card in cards:
                 if card is not None:
@@ -44,6 +45,8 @@ class Ready:
             "ready": all_ready,
             "models": {group.name: group_status(group) for group in all_groups},
         }
+        if is_stopping:
+            body["stopping"] = True
         status = 200 if all_ready else 503
         await JSONBytes(body, status_code=status, headers=headers)(scope, receive, send)
 

@@ -36,7 +36,8 @@ def groups(state: GatewayState) -> list[ModelGroup]:
 
 
 def check_any_ready(state: GatewayState) -> None:
-    """Raise NotReady where no model can be served at all."""
+    """Raise NotReady where no model can be served at all, Stopping where the server is to end."""
+    state.lifecycle.check()
     all_groups = groups(state)
     if not any(map(is_ready, all_groups)):
         raise not_ready(all_groups, state)

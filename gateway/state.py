@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from headrace.gateway.admission import AdmissionGate
 from headrace.gateway.auth import Authenticator
+from headrace.gateway.lifecycle import Lifecycle
 from headrace.gateway.observers import Observers
 from headrace.gateway.text_assets import TextAssets
 from headrace.interfaces import Clock
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 
 class RequestMetrics(Protocol):
     """What the endpoints tell the metrics; all calls come from the event loop."""
+
+    def watch(self, state: GatewayState) -> None:
+        """Read the parts of the gateway whenever the page is rendered. Called once."""
+        ...
 
     def request_started(self, model: str, endpoint: str) -> None:
         """A request for a known model passed validation and goes to a replica."""
@@ -75,7 +80,11 @@ class GatewayState:
     authenticator: Authenticator = field(default_factory=Authenticator)
     limits: Limits = field(default_factory=Limits)
     texts: TextAssets = field(default_factory=TextAssets)
+    lifecycle: Lifecycle = field(default_factory=Lifecycle)
     tracing: Tracing | None = None
     """None where no spans are recorded."""
     wall_clock: Callable[[], float] = time.time
     """Unix seconds, for `created` fields only."""
+
+    def __post_init__(self) -> None:
+        self.metrics.watch(self)

@@ -26,7 +26,7 @@ from headrace.engine.loop import EngineLoop, SteppedEngine
 from headrace.engine.outbox import Outbox
 from headrace.errors import EngineFailed, HeadraceError
 from headrace.logs import configure_logging, get_logger
-from headrace.types import Failed, Progress, StartEngine, Stop
+from headrace.types import Failed, Ping, Pong, Progress, StartEngine, Stop
 
 _STOP_SECONDS = 0.8
 _ORPHAN_SECONDS = 0.5
@@ -130,7 +130,10 @@ class Worker:
                 if isinstance(frame, Stop):
                     patience = _STOP_SECONDS
                     break
-                if self._loop is not None:
+                if isinstance(frame, Ping):
+                    busy = self._loop.busy_seconds if self._loop is not None else 0.0
+                    self._outbox.put(Pong(busy))
+                elif self._loop is not None:
                     self._loop.post(frame)
         except (EngineFailed, OSError) as error:
             _log().error("engine cannot read its socket", exc_info=error)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 import typer
 
 from headrace.cli.options import ConfigFile, ModelSource, Settings, load
+
+if TYPE_CHECKING:
+    from headrace.config import LoadedConfig
 
 
 def serve(
@@ -17,7 +21,11 @@ def serve(
     settings: Settings = None,
 ) -> None:
     """Serve models over an OpenAI-compatible HTTP API."""
-    loaded = load(config, model=model, settings=settings, gateway__host=host, gateway__port=port)
+
+    def read() -> LoadedConfig:
+        return load(config, model=model, settings=settings, gateway__host=host, gateway__port=port)
+
+    loaded = read()
     from headrace.server import run_server
 
-    sys.exit(run_server(loaded))
+    sys.exit(run_server(loaded, read))

@@ -42,6 +42,11 @@ def entry_problem(entry: ReplicaEntry) -> tuple[str, str] | None:
         problem = url_problem(entry.url)
         if problem is not None:
             return "url", problem
+    if not 1 <= entry.count <= 64:
+        return "count", f"must be from 1 to 64, got {entry.count}"
+    for name in ("connect_timeout", "first_byte_timeout", "idle_timeout", "hang_timeout"):
+        if not getattr(entry, name) >= 0.01:
+            return name, f"must be at least 0.01 s, got {getattr(entry, name):g}"
     foreign = {"http": _ONLY_PROCESS, "process": _ONLY_HTTP}.get(
         entry.kind, _ONLY_HTTP + _ONLY_PROCESS
     )

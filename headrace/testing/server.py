@@ -16,6 +16,10 @@ from dataclasses import dataclass, field
 from headrace.errors import HeadraceError
 
 
+_DEFAULTS = {"HEADRACE_GATEWAY__GRACE_PERIOD": "0s"}
+"""Told to stop, a server under test ends at once; a test of the grace period gives its own by a flag."""
+
+
 @dataclass(slots=True)
 class StartedServer:
     """A `headrace serve` that listens; `output` grows with what it prints."""
@@ -74,7 +78,7 @@ def started_server(
         text=True,
         errors="replace",
         cwd=cwd,
-        env={**os.environ, **(environment or {}), "PYTHONUNBUFFERED": "1"},
+        env={**os.environ, **_DEFAULTS, **(environment or {}), "PYTHONUNBUFFERED": "1"},
     )
     server = StartedServer(url="", process=process)
     listening = threading.Event()

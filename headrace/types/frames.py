@@ -154,6 +154,10 @@ class DropPolicy(msgspec.Struct, frozen=True, tag="drop_policy"):
     swap_id: int
 
 
+class Ping(msgspec.Struct, frozen=True, tag="ping"):
+    """Say that you live."""
+
+
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """Finish nothing more; close the device and leave."""
 
@@ -206,13 +210,19 @@ class PolicyReport(msgspec.Struct, frozen=True, tag="policies"):
     """The swap that this follows; 0: none."""
 
 
+class Pong(msgspec.Struct, frozen=True, tag="pong"):
+    """The process lives. Its engine has been inside one step for so long; 0 between two."""
+
+    busy_seconds: float
+
+
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """The engine cannot start or cannot go on."""
 
     message: str
 
 
-ToEngine = StartEngine | Submit | Abort | PreparePolicy | CommitPolicy | DropPolicy | Stop
+ToEngine = StartEngine | Submit | Abort | PreparePolicy | CommitPolicy | DropPolicy | Ping | Stop
 FromEngine = (
-    Progress | Ready | Accepted | Refused | StepEvents | PolicyPrepared | PolicyReport | Failed
+    Progress | Ready | Accepted | Refused | StepEvents | PolicyPrepared | PolicyReport | Pong | Failed
 )

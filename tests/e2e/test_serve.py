@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.server import bind
+from headrace.listening import bind
 from headrace.testing.script_file import write_script
 from headrace.testing.server import StartedServer, started_server
 
