@@ -13,6 +13,7 @@ from headrace.types import RequestView, SchedulerView
 
 class FirstComeFirstServed:
     name: ClassVar[str] = "fcfs"
+    is_order_fixed: ClassVar[bool] = True
 
     def rank_waiting(
         self, waiting: Sequence[RequestView], view: SchedulerView
