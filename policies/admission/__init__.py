@@ -1,3 +1,7 @@
 """Admission policies: one table from name to class, nothing imported until chosen."""
 
-BUILTIN = {"unlimited": "headrace.policies.admission.unlimited:Unlimited"}
+BUILTIN = {
+    "kv_footprint": "headrace.policies.admission.kv_footprint:KVFootprint",
+    "token_bucket": "headrace.policies.admission.token_bucket:TokenBucket",
+    "unlimited": "headrace.policies.admission.unlimited:Unlimited",
+}

@@ -43,10 +43,13 @@ REGISTRIES = Registries.from_manager(create_plugin_manager(discover=False))
 POLICIES = [(kind, name) for kind in CHECKS for name in REGISTRIES.of(kind).names()]
 
 
+NEEDED_OPTIONS = {"token_bucket": {"requests_per_minute": 60, "tokens_per_minute": 10_000}}
+
+
 @pytest.mark.parametrize(("kind", "name"), POLICIES)
 @pytest.mark.parametrize("seed", range(3))
 def test_every_policy_keeps_its_contract(kind: str, name: str, seed: int) -> None:
-    CHECKS[kind](lambda: REGISTRIES.create(kind, name), seed=seed)
+    CHECKS[kind](lambda: REGISTRIES.create(kind, name, NEEDED_OPTIONS.get(name)), seed=seed)
 
 
 def view(**values: Any) -> SchedulerView:
