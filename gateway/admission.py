@@ -94,6 +94,11 @@ class AdmissionGate:
         return not self._policies
 
     @property
+    def policy_failures_total(self) -> int:
+        """Calls of a policy that its fallback had to decide."""
+        return sum(getattr(policy, "failures_total", 0) for policy in self._policies)
+
+    @property
     def num_tickets(self) -> int:
         """Tickets taken and not yet released."""
         return self._num_tickets

@@ -7,22 +7,17 @@ is the first token of any choice, and a request that never had a token gives non
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.metrics_core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    Metric,
-    SummaryMetricFamily,
-)
-from prometheus_client.registry import Collector
 
-from headrace.gateway.replica import Replica
-from headrace.gateway.router import Router
-from headrace.types import EngineStats, RequestSummary, RequestTimings
+from headrace.gateway.collectors import GatewayCollector, ReplicaCollector
+from headrace.types import RequestSummary, RequestTimings
 
-_STATES = ("starting", "ready", "failed", "stopped")
+if TYPE_CHECKING:
+    from headrace.gateway.state import GatewayState
+
 _LATENCY_BUCKETS = (
     0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 20, 40, 80, 160,
 )  # fmt: skip
@@ -31,40 +26,12 @@ _TOKEN_BUCKETS = (
     0.3, 0.5, 1, 2.5, 5,
 )  # fmt: skip
 
-_GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
-    ("requests_running", "Sequences in the batch", lambda stats: stats.num_running),
-    ("requests_waiting", "Requests queued in the engine", lambda stats: stats.num_waiting),
-    ("kv_blocks", "KV blocks of the pool", lambda stats: stats.num_blocks),
-    ("kv_blocks_free", "KV blocks that can be taken", lambda stats: stats.num_free_blocks),
-    ("kv_usage_ratio", "Share of the KV pool in use, 0 to 1", lambda stats: _kv_usage(stats)),
-)
-_COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
-    ("preemptions", "Sequences preempted", lambda stats: stats.preemptions_total),
-    (
-        "prefix_query_tokens",
-        "Prompt tokens looked up in the prefix cache, once per request",
-        lambda stats: stats.prefix_query_tokens_total,
-    ),
-    (
-        "prefix_hit_tokens",
-        "Prompt tokens found there; recomputation after a preemption counts nothing",
-        lambda stats: stats.prefix_hit_tokens_total,
-    ),
-    ("prompt_tokens", "Prompt tokens of requests", lambda stats: stats.prompt_tokens_total),
-    ("generation_tokens", "Tokens generated", lambda stats: stats.generation_tokens_total),
-)
-
-
-def _kv_usage(stats: EngineStats) -> float:
-    return 1 - stats.num_free_blocks / stats.num_blocks if stats.num_blocks else 0.0
-
 
 class GatewayMetrics:
     """The metrics of one gateway, in a registry of their own."""
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_EngineCollector(router))
         self._active_counts: dict[tuple[str, str], int] = {}
         self._requests = self._counter(
             "requests", "Requests that ended, refused ones too", ("model", "endpoint", "status")
@@ -95,6 +62,11 @@ class GatewayMetrics:
         self._prefill = self._histogram("prefill", "First step to first token")
         self._decode = self._histogram("decode", "First token to last")
         self._duration = self._histogram("request", "Arrival to the end of the answer")
+
+    def watch(self, state: GatewayState) -> None:
+        """Read the parts of the gateway at every scrape. Called once, by the state that is built."""
+        self._registry.register(ReplicaCollector(state.router, state.clock.now))
+        self._registry.register(GatewayCollector(state))
 
     def request_started(self, model: str, endpoint: str) -> None:
         """A request for a known model passed validation and goes to a replica."""
@@ -147,63 +119,3 @@ class GatewayMetrics:
         return Histogram(
             f"headrace_{name}_seconds", text, ("model",), registry=self._registry, buckets=buckets
         )
-
-
-class _EngineCollector(Collector):
-    """Reads every engine's numbers at the moment of the scrape, so none can be stale or lost."""
-
-    def __init__(self, router: Router) -> None:
-        self._router = router
-
-    def describe(self) -> Iterable[Metric]:
-        return ()
-
-    def collect(self) -> Iterator[Metric]:
-        replicas = [(replica, replica.client.stats) for replica in self._router.replicas()]
-        labels = ("model", "replica")
-        for name, text, value in _GAUGES:
-            gauge = GaugeMetricFamily(f"headrace_{name}", text, labels=labels)
-            for replica, stats in replicas:
-                gauge.add_metric(_labels(replica), value(stats))
-            yield gauge
-        for name, text, value in _COUNTERS:
-            counter = CounterMetricFamily(f"headrace_{name}", text, labels=labels)
-            for replica, stats in replicas:
-                counter.add_metric(_labels(replica), value(stats))
-            yield counter
-        steps = SummaryMetricFamily("headrace_step_seconds", "Steps of an engine", labels=labels)
-        for replica, stats in replicas:
-            steps.add_metric(_labels(replica), stats.steps_total, stats.step_seconds_total)
-        yield steps
-        yield from self._replica_families(replicas)
-
-    def _replica_families(
-        self, replicas: Sequence[tuple[Replica, EngineStats]]
-    ) -> Iterator[Metric]:
-        state = GaugeMetricFamily(
-            "headrace_replica_state",
-            "1 for the state a replica is in",
-            labels=("model", "replica", "state"),
-        )
-        restarts = CounterMetricFamily(
-            "headrace_engine_restarts",
-            "Times an engine died and was started again",
-            labels=("model", "replica"),
-        )
-        failures = CounterMetricFamily(
-            "headrace_policy_failures",
-            "Calls of a policy that the built-in had to decide",
-            labels=("kind", "model", "replica"),
-        )
-        for replica, stats in replicas:
-            for name in _STATES:
-                is_in = float(replica.client.state == name)
-                state.add_metric([*_labels(replica), name], is_in)
-            restarts.add_metric(_labels(replica), replica.client.restarts_total)
-            failures.add_metric(["scheduling", *_labels(replica)], stats.policy_failures_total)
-        failures.add_metric(["routing", "", ""], self._router.policy_failures_total)
-        yield from (state, restarts, failures)
-
-
-def _labels(replica: Replica) -> list[str]:
-    return [replica.model_name, replica.id]

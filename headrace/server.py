@@ -101,7 +101,7 @@ class Gateway:
         state = GatewayState(
             config=config,
             router=self._router,
-            metrics=GatewayMetrics(self._router),
+            metrics=GatewayMetrics(),
             clock=SystemClock(),
             observers=self._observers,
             admission=build_admission(config, registries),

@@ -30,8 +30,8 @@ from headrace.types import RequestSummary, RequestTimings
 class RecordingMetrics(GatewayMetrics):
     """The real metrics, which also remember what they were told."""
 
-    def __init__(self, router: Router) -> None:
-        super().__init__(router)
+    def __init__(self) -> None:
+        super().__init__()
         self.started: list[tuple[str, str]] = []
         self.finished: list[RequestSummary] = []
 
@@ -62,7 +62,7 @@ class FakeGateway:
         names = dict.fromkeys(engine.card_when_ready.name for engine in self.engines)
         groups = [ModelGroup(name, tuple(self._replicas(name))) for name in names]
         self.router = Router(groups, policy=RoundRobin(), fallback=RoundRobin())
-        self.metrics = RecordingMetrics(self.router)
+        self.metrics = RecordingMetrics()
         self.observed: list[RequestSummary] = []
         config = config or GatewayConfig()
         self.state = GatewayState(

@@ -8,12 +8,15 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from headrace.clock import SystemClock
+from headrace.config import Config
 from headrace.engine.outbox import Outbox
 from headrace.engine.streams import StreamMultiplexer
 from headrace.errors import EngineFailed
 from headrace.gateway.metrics import GatewayMetrics
 from headrace.gateway.replica import Replica
 from headrace.gateway.router import ModelGroup, Router
+from headrace.gateway.state import GatewayState
 from headrace.policies.routing.round_robin import RoundRobin
 from headrace.types import EngineStats, RequestSummary, RequestTimings, StepEvents
 
@@ -78,7 +81,10 @@ def client() -> StatsClient:
 def metrics(client: StatsClient) -> GatewayMetrics:
     replica = Replica("m-0", "m", client)  # type: ignore[arg-type]
     group = ModelGroup("m", (replica,))
-    return GatewayMetrics(Router([group], policy=RoundRobin(), fallback=RoundRobin()))
+    router = Router([group], policy=RoundRobin(), fallback=RoundRobin())
+    metrics = GatewayMetrics()
+    GatewayState(config=Config(), router=router, metrics=metrics, clock=SystemClock())
+    return metrics
 
 
 def finish(metrics: GatewayMetrics, *timings: RequestTimings, **changes: Any) -> None:
@@ -142,7 +148,7 @@ def test_a_refused_request_is_counted_and_nothing_it_sent_becomes_a_label(
     assert "spy" not in page.text
     labels = {name for family in page.families for s in family.samples for name in s.labels}
     assert labels <= {
-        "model", "endpoint", "status", "finish_reason", "replica", "state", "kind", "le",
+        "model", "endpoint", "status", "finish_reason", "replica", "state", "kind", "le", "reason",
     }  # fmt: skip
 
 
