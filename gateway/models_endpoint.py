@@ -9,7 +9,8 @@ from starlette.types import Receive, Scope, Send
 
 from headrace.gateway.errors import JSONBytes
 from headrace.gateway.identity import identity_of
-from headrace.gateway.readiness import check_any_ready, groups, ready_card, require_card
+from headrace.gateway.readiness import check_any_ready, groups, is_ready, not_ready, ready_card
+from headrace.gateway.router import ModelGroup
 from headrace.gateway.state import GatewayState
 from headrace.types import ModelCard
 
@@ -22,9 +23,12 @@ class ListModels:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         check_any_ready(self.state)
-        cards = [ready_card(group) for group in groups(self.state)]
         identity = identity_of(scope)
-        data = [model_object(card) for card in cards if card and identity.may_use(card.name)]
+        data = [
+            described(group)
+            for group in groups(self.state)
+            if is_ready(group) and identity.may_use(group.name)
+        ]
         await JSONBytes({"object": "list", "data": data})(scope, receive, send)
 
 
@@ -37,8 +41,26 @@ class ShowModel:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         group = self.state.router.resolve(scope["path_params"]["model"])
         identity_of(scope).check_model(group.name)
-        card = require_card(group, self.state)
-        await JSONBytes(model_object(card))(scope, receive, send)
+        if not is_ready(group):
+            raise not_ready([group], self.state)
+        await JSONBytes(described(group))(scope, receive, send)
+
+
+def described(group: ModelGroup) -> dict[str, Any]:
+    """Return a model that is ready, by its card; of one that only other servers have, what they say."""
+    card = ready_card(group)
+    if card is not None:
+        return model_object(card)
+    known = [replica.upstream.max_model_len for replica in group.replicas if replica.upstream]
+    lengths = [length for length in known if length is not None]
+    shown: dict[str, Any] = {
+        "id": group.name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "headrace",
+        "root": group.name,
+    }
+    return {**shown, "max_model_len": min(lengths)} if lengths else shown
 
 
 def model_object(card: ModelCard) -> dict[str, Any]:

@@ -67,6 +67,7 @@ class Exchange:
         assert isinstance(stream, httpx.AsyncByteStream)
         self.status = response.status_code
         self.headers = response.headers
+        self.content_type: str = response.headers.get("content-type", "application/json")
         self._upstream = upstream
         self._chunks = stream.__aiter__()
         self._deadline = deadline
