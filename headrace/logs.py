@@ -10,7 +10,7 @@ import logging
 import re
 import sys
 from collections.abc import MutableMapping
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 import structlog
 
@@ -25,7 +25,7 @@ _PRIVATE_FIELDS = frozenset(
     "prompt prompts messages content text body completion prompt_token_ids token_ids input inputs "
     "authorization api_key key token secret password cookie headers grammar stop".split()
 )
-_SECRETS = re.compile(r"(?i)\b(bearer\s+)\S+|\b(sk-|hf_)[A-Za-z0-9_\-]{8,}")
+_SECRETS = re.compile(r"(?i)\b(bearer\s+)\S+|\b(sk-|hf_|hr-)[A-Za-z0-9_\-]{8,}")
 
 
 def configure_logging(
@@ -33,9 +33,10 @@ def configure_logging(
 ) -> None:
     """Send every event of this process, and those of libraries, to `stream` (standard error by default).
 
-    `format` is "console" or "json". A second call replaces the first.
+    `format` is "console" or "json". A second call replaces the first. While a progress bar stands on
+    the terminal, lines go above it.
     """
-    target = stream or sys.stderr
+    target = stream or cast(TextIO, _StandardError())
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
@@ -86,6 +87,19 @@ def hide_secrets(
         if isinstance(value, str):
             event[name] = _SECRETS.sub(lambda match: f"{match[1] or match[2]}{HIDDEN}", value)
     return event
+
+
+class _StandardError:
+    """Whatever standard error is at the moment of a write: a progress bar puts itself in its place."""
+
+    def write(self, text: str) -> int:
+        return sys.stderr.write(text)
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+    def isatty(self) -> bool:
+        return sys.stderr.isatty()
 
 
 def _renderer(format: str, target: TextIO) -> structlog.typing.Processor:

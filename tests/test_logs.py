@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
 from collections.abc import Iterator
 
 import pytest
 import structlog
 
+from headrace.cli.progress import stage_progress
 from headrace.logs import LEVELS, configure_logging, get_logger
 
 CANARY = "the-canary-sings"
@@ -139,3 +141,26 @@ def test_configuring_twice_does_not_log_twice() -> None:
     get_logger("m").info("once")
     logging.getLogger("lib").warning("once")
     assert len(stream.getvalue().splitlines()) == 2
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_lines_go_above_a_progress_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bar is drawn again and again on its line; an event must not end up behind it."""
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    configure_logging("console")
+    with stage_progress() as report:
+        report("load", 0.5)
+        structlog.get_logger("t").warning("something happened")
+        logging.getLogger("library").warning("something else")
+        report("load", 0.6)
+    lines = terminal.getvalue().splitlines()
+    for event in ("something happened", "something else"):
+        (line,) = [line for line in lines if event in line]
+        before = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", line.partition(event)[0])
+        assert "load" not in before and "%" not in before, line
