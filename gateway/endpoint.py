@@ -59,6 +59,8 @@ class GenerationEndpoint(Generic[Body]):
 
         async def tracked_send(message: Any) -> None:
             nonlocal started
+            if not started and (limits := ticket.headers()):
+                message = {**message, "headers": [*message.get("headers", ()), *limits]}
             started = True
             await send(message)
 
@@ -68,7 +70,7 @@ class GenerationEndpoint(Generic[Body]):
             except Exception as error:
                 note_failure(record, error)
                 if not started and not isinstance(error, RequestAborted):
-                    await error_response(error)(scope, receive, send)
+                    await error_response(error)(scope, receive, tracked_send)
             except BaseException:
                 record.status, record.error_code = 499, RequestAborted.code
                 raise

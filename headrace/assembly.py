@@ -13,6 +13,9 @@ from headrace.engine.client import EngineClient, ProcessEngine, ThreadEngine
 from headrace.errors import ConfigError
 from headrace.gateway.admission import AdmissionGate
 from headrace.gateway.breaker import CircuitBreaker
+from headrace.gateway.ledger import Ledger
+from headrace.gateway.limit_store import LimitStore, MemoryLimitStore
+from headrace.gateway.redis_store import RedisLimitStore, RedisSettings
 from headrace.gateway.replica import Replica
 from headrace.gateway.router import ModelGroup, Router
 from headrace.gateway.upstream import Upstream
@@ -66,11 +69,47 @@ def build_router(config: Config, registries: Registries) -> Router:
     return Router(groups, policy=policy, fallback=RoundRobin())
 
 
-def build_admission(config: Config, registries: Registries) -> AdmissionGate:
-    """Return the gate with the policies that the configuration chooses, in its order."""
+def build_admission(config: Config, registries: Registries, ledger: Ledger) -> AdmissionGate:
+    """Return the gate with the policies that the configuration chooses, in its order.
+
+    KV blocks are reserved in `ledger`, the router's.
+    """
     base_dir = pathlib.Path(config.base_dir)
     policies = [
         registries.create("admission", choice.use, choice.options, base_dir)
         for choice in config.admission
     ]
-    return AdmissionGate([AdmissionGuard(policy, Unlimited()) for policy in policies])
+    return AdmissionGate(
+        [AdmissionGuard(each, Unlimited()) for each in policies if not isinstance(each, Unlimited)],
+        ledger=ledger,
+        store=build_limit_store(config, os.environ),
+    )
+
+
+def build_limit_store(config: Config, environ: Mapping[str, str]) -> LimitStore:
+    """Return where limits are counted. ConfigError where Redis is chosen and cannot be used."""
+    limits = config.limits
+    if limits.store == "memory":
+        return MemoryLimitStore()
+    url = limits.url
+    if limits.url_env:
+        url = environ.get(limits.url_env, "")
+        if not url:
+            raise ConfigError(
+                f"limits.url_env: the environment variable {limits.url_env} is not set; put the URL "
+                "in it, such as redis://localhost:6379/0"
+            )
+    try:
+        return RedisLimitStore(
+            RedisSettings(url, limits.on_failure == "open", limits.timeout, limits.key_prefix),
+            SystemClock().now,
+        )
+    except ImportError as error:
+        raise ConfigError(
+            "limits.store: redis needs the package redis; install it with: pip install 'headrace[redis]'"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(
+            f"limits.url: this is no URL of a Redis ({error}); such are redis://host:6379/0, "
+            "rediss://host:6379/0 and unix:///path/to/socket"
+        ) from error

@@ -104,7 +104,7 @@ class Gateway:
             metrics=GatewayMetrics(),
             clock=SystemClock(),
             observers=self._observers,
-            admission=build_admission(config, registries),
+            admission=build_admission(config, registries, self._router.ledger),
             authenticator=authenticator,
             tracing=self._tracing,
         )
@@ -162,6 +162,7 @@ class Gateway:
             group.start_soon(self._watch_signals, group)
             group.start_soon(self._watch_hangups)
             group.start_soon(self._start_engines)
+            group.start_soon(self._state.admission.store.run)
             if self._admin_http is not None:
                 group.start_soon(self._serve_admin, self._admin_http)
             await self._http.serve(sockets=[self._listener])

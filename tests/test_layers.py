@@ -73,6 +73,7 @@ LIBRARIES = {
         "prometheus_client",
         "uvicorn",
         "httptools",
+        "redis",  # inside functions, where limits are counted there
         "opentelemetry",  # inside functions, where spans are configured
         "tokenizers",
         "jinja2",

@@ -110,6 +110,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Reuse the KV rows of a prefix that an earlier request has computed."""
     deterministic: bool = False
     """Results independent of the batch, bit for bit; slower."""
+    activations: Literal["precise", "int8"] = "precise"
+    """Backend cpu, products with integer weights: int8 is faster for many rows and less exact."""
 
 
 class PoliciesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -175,6 +177,21 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return not any(entry.is_local for entry in self.replica_entries)
 
 
+class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    store: Literal["memory", "redis"] = "memory"
+    """Where limits are counted: in this gateway alone, or in a Redis that several gateways share."""
+    url: str = "redis://127.0.0.1:6379/0"
+    """Of the Redis: redis://, rediss:// (TLS) or unix://."""
+    url_env: str = ""
+    """The environment variable that holds the URL instead, where it has a password."""
+    on_failure: Literal["open", "closed"] = "open"
+    """While Redis does not answer: open lets everybody in without limits, closed refuses with 503."""
+    timeout: Pause = 0.1
+    """For one answer of Redis."""
+    key_prefix: str = "headrace"
+    """What the keys in Redis begin with; gateways with the same one share their limits."""
+
+
 class PluginsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     discover: bool = True
     """Load the plugins that installed packages announce."""
@@ -202,10 +219,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     gateway: GatewayConfig = GatewayConfig()
     models: tuple[ModelConfig, ...] = (ModelConfig(name="smollm2"),)
     """At least one; names are unique."""
-    routing: Choice = Choice("round_robin")
+    routing: Choice = Choice("prefix_hash")
     """Which replica serves a request."""
     admission: tuple[Choice, ...] = (Choice("unlimited"),)
     """Who may come in; all of them must agree, in this order."""
+    limits: LimitsConfig = LimitsConfig()
     plugins: PluginsConfig = PluginsConfig()
     logging: LoggingConfig = LoggingConfig()
     telemetry: TelemetryConfig = TelemetryConfig()

@@ -15,13 +15,14 @@ from headrace.config.schema import GatewayConfig
 from headrace.gateway.admission import AdmissionGate
 from headrace.gateway.app import create_app
 from headrace.gateway.auth import Authenticator
+from headrace.gateway.limit_store import LimitStore
 from headrace.gateway.metrics import GatewayMetrics
 from headrace.gateway.observers import Observers
 from headrace.gateway.replica import Replica
 from headrace.gateway.router import ModelGroup, Router
 from headrace.gateway.state import GatewayState, Limits
 from headrace.gateway.tracing import Tracing
-from headrace.interfaces import AdmissionPolicy, Clock
+from headrace.interfaces import AdmissionPolicy, Clock, RoutingPolicy
 from headrace.policies.routing.round_robin import RoundRobin
 from headrace.testing.fake_client import FakeClient
 from headrace.types import RequestSummary, RequestTimings
@@ -55,13 +56,15 @@ class FakeGateway:
         limits: Limits | None = None,
         clock: Clock | None = None,
         environ: Mapping[str, str] | None = None,
+        routing: RoutingPolicy | None = None,
+        store: LimitStore | None = None,
         tracing: Tracing | None = None,
     ) -> None:
         self.engines = engines or (FakeClient(),)
         self.engine = self.engines[0]
         names = dict.fromkeys(engine.card_when_ready.name for engine in self.engines)
         groups = [ModelGroup(name, tuple(self._replicas(name))) for name in names]
-        self.router = Router(groups, policy=RoundRobin(), fallback=RoundRobin())
+        self.router = Router(groups, policy=routing or RoundRobin(), fallback=RoundRobin())
         self.metrics = RecordingMetrics()
         self.observed: list[RequestSummary] = []
         config = config or GatewayConfig()
@@ -71,7 +74,7 @@ class FakeGateway:
             metrics=self.metrics,
             clock=clock or SystemClock(),
             observers=Observers([self._observe]),
-            admission=AdmissionGate(admission),
+            admission=AdmissionGate(admission, ledger=self.router.ledger, store=store),
             authenticator=Authenticator(config, environ or {}),
             limits=limits or Limits(),
             tracing=tracing,
@@ -96,6 +99,8 @@ class FakeGateway:
         assert dict(self.state.admission.held) == {}
         loads = [self.router.ledger.load(engine.id).num_requests for engine in self.engines]
         assert loads == [0] * len(self.engines)
+        reserved = [self.router.ledger.reserved_blocks(engine.id) for engine in self.engines]
+        assert reserved == [0] * len(self.engines)
 
 
 class RawExchange:
