@@ -7,25 +7,28 @@ error and leaves the waiting ones; several such steps in a row mean that the dev
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import structlog
 
 from headrace.engine.batch import BatchBuilder, BatchPlan
+from headrace.engine.flight import Flight, Launcher
 from headrace.engine.intake import Intake, ServedModel
 from headrace.engine.kv_cache import KVCache
 from headrace.engine.outcome import Outcome
+from headrace.engine.ranking import deciding
+from headrace.engine.runs import equal_steps
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import Family, Sequence, Status
 from headrace.errors import EngineFailed, InvalidRequest, Unavailable
 from headrace.interfaces import Clock, Runner, SchedulingPolicy
+from headrace.interfaces.device import RepeatingRunner
 from headrace.step_time import StepTimeModel
 from headrace.types import (
     EngineSettings,
     EngineStats,
-    ForwardBatch,
     GenerationRequest,
     StepFacts,
-    StepResult,
     TokenEvent,
 )
 
@@ -83,12 +86,17 @@ class Engine:
             self.step_time,
             max_score_rows=max(16, SCORE_ROW_BYTES // (4 * model.vocab_size)),
         )
-        self._batches = BatchBuilder(
+        batches = BatchBuilder(
             num_slots=self._scheduler.num_slots,
             num_groups=len(runner.kv_groups()),
             block_size=settings.block_size,
             max_model_len=self.max_model_len,
         )
+        self._launcher = Launcher(runner, batches, clock)
+        self._can_repeat: bool = getattr(runner, "can_repeat", False)
+        self.run_times: tuple[float, ...] = ()
+        """When each step of the last call of `step` was done, where it ran several as one."""
+        self._landed_at = float("-inf")
         self._outcome = Outcome(self._scheduler, model.tokenizer, self._forget)
         self._is_closed = False
         self._failed_steps = 0
@@ -146,7 +154,8 @@ class Engine:
         return True
 
     def has_work(self) -> bool:
-        return bool(self._families)
+        """Whether a step is due: requests are there, or a step is in flight for some that left."""
+        return bool(self._families) or self._launcher.ahead is not None
 
     def _check_queue(self, num_choices: int) -> None:
         if self.has_room(num_choices):
@@ -173,42 +182,108 @@ class Engine:
 
     # --- a step -----------------------------------------------------------------
 
-    def step(self) -> list[TokenEvent]:
-        """Run one step and return its news. Raises EngineFailed where the device is lost."""
-        start = self._clock.now()
-        plan = self._scheduler.schedule(start)
-        if not plan.entries:
-            return []
-        batch = self._batches.build(plan)
-        try:
-            result = self._execute(batch)
-        except Exception as error:
-            return self._fail_running(error)
-        now = self._clock.now()
-        events, copies = self._outcome.apply(plan, result, now)
-        if copies:
-            self._runner.copy_blocks(copies)
-        self._account(plan, batch, now - start)
-        self._tell_policy(plan, events, now, now - start)
+    def step(self, until: float | None = None) -> list[TokenEvent]:
+        """Run one step and return its news. Raises EngineFailed where the device is lost.
+
+        Where the runner allows, the next step is planned and launched while this one runs.
+
+        `until`: equal steps may be run as one, for as long as the clock is before that time when a
+        step begins and nothing else can change. An event then has the tokens of all of them, and
+        `run_times` says when each was there. Only runners that repeat steps by themselves do that.
+        """
+        self.run_times = ()
+        flight = self._launcher.take_ahead()
+        if flight is None:
+            now = self._clock.now()
+            plan = self._scheduler.schedule(now)
+            if not plan.entries:
+                return []
+            if until is not None and self._can_repeat:
+                num_steps = equal_steps(plan, self._scheduler)
+                if num_steps > 1:
+                    return self._run(plan, num_steps, until, now)
+            try:
+                flight = self._launcher.launch(plan, now)
+            except Exception as error:
+                return self._fail_running(error)
+        failure = self._plan_ahead(flight) if self._launcher.runs_ahead else None
+        events = self._land(flight)
+        if failure is not None:
+            events += self._fail_running(failure)
         return events
 
-    def _execute(self, batch: ForwardBatch) -> StepResult:
-        handle = self._runner.execute(batch)
-        handle.sample()
-        return handle.result()
+    def _plan_ahead(self, flight: Flight) -> Exception | None:
+        """Launch the step after `flight` where it can be known; return why the launch failed."""
+        if not flight.plan.can_be_followed:
+            return None
+        now = self._clock.now()
+        plan = self._scheduler.schedule_ahead(now)
+        if plan is None:
+            return None
+        try:
+            self._launcher.ahead = self._launcher.launch(plan, now)
+        except Exception as error:
+            return error
+        return None
 
-    def _account(self, plan: BatchPlan, batch: ForwardBatch, seconds: float) -> None:
+    def _land(self, flight: Flight) -> list[TokenEvent]:
+        try:
+            result = self._launcher.result(flight)
+        except Exception as error:
+            self._settle(flight)
+            return self._fail_running(error)
+        now = self._clock.now()
+        events, copies = self._outcome.apply(flight.plan, result, now)
+        if copies:
+            self._runner.copy_blocks(copies)
+        seconds = now - max(flight.launched_at, self._landed_at)
+        self._landed_at = now
+        self._account(flight.plan, flight.num_kv_rows, seconds)
+        self._tell_policy(flight.plan, events, now, seconds)
+        return events
+
+    def _run(self, plan: BatchPlan, num_steps: int, until: float, start: float) -> list[TokenEvent]:
+        """Run several equal steps as one; the runner says how many began in time."""
+        runner = cast(RepeatingRunner, self._runner)
+        batch = self._launcher.build(plan)
+        next_decision = self._scheduler.next_decision_at()
+        horizon = until if next_decision is None else min(until, next_decision)
+        run = runner.repeat(batch, num_steps, horizon)
+        for entry in plan.entries:
+            has_room = self._scheduler.kv_cache.try_grow(entry.sequence, len(run.times))
+            assert has_room, "equal_steps counted the blocks"
+        self.run_times = tuple(run.times)
+        events = self._outcome.apply_run(plan, run)
+        num_kv_rows = int(batch.kv_lens[0].sum())
+        ending = [event for event in events if event.finish_reason is not None]
+        for time in run.times:
+            self._account(plan, num_kv_rows, time - start)
+            said = ending if time == run.times[-1] else []
+            self._tell_policy(plan, said, time, time - start)
+            num_kv_rows += len(plan.entries)
+            start = time
+        self._landed_at = start
+        return events
+
+    def _settle(self, flight: Flight) -> None:
+        """Give up a step: its sequences count no token of it any more."""
+        if flight.plan.is_flying:
+            for entry in flight.plan.entries:
+                self._outcome.land(entry)
+
+    def _account(self, plan: BatchPlan, num_kv_rows: int, seconds: float) -> None:
+        """Count a step, and learn from it: of steps of decodes alone, which resemble each other, one in 8."""
         self._failed_steps = 0
         self._steps_total += 1
         self._step_seconds_total += seconds
-        num_kv_rows = int(batch.kv_lens[0].sum())
-        self.step_time.observe(plan.num_prefill_tokens, len(plan.entries), num_kv_rows, seconds)
+        num_prefill_tokens = plan.num_prefill_tokens
+        if num_prefill_tokens or self._steps_total <= 64 or self._steps_total % 8 == 0:
+            self.step_time.observe(num_prefill_tokens, len(plan.entries), num_kv_rows, seconds)
 
     def _tell_policy(
         self, plan: BatchPlan, events: list[TokenEvent], now: float, seconds: float
     ) -> None:
-        observe = getattr(self._policy, "observe", None)
-        if observe is None:
+        if not hasattr(deciding(self._policy), "observe"):
             return
         tokens: dict[str, int] = {}
         for entry in plan.entries:
@@ -216,10 +291,15 @@ class Engine:
             tokens[name] = tokens.get(name, 0) + entry.num_tokens
         ended = (event.request_id for event in events if event.finish_reason is not None)
         finished = tuple(name for name in dict.fromkeys(ended) if name not in self._families)
+        observe = getattr(self._policy, "observe")  # noqa: B009
         observe(StepFacts(now=now, step_seconds=seconds, tokens=tokens, finished=finished))
 
     def _fail_running(self, error: Exception) -> list[TokenEvent]:
         """End what was running; nothing of the failed step was published, so the cache stays right."""
+        flight = self._launcher.take_ahead()
+        if flight is not None:
+            self._launcher.wait_out(flight)
+            self._settle(flight)
         self._failed_steps += 1
         self._log.error(
             "step failed",
@@ -270,4 +350,7 @@ class Engine:
         self._is_closed = True
         for request_id in list(self._families):
             self.abort(request_id)
+        flight = self._launcher.take_ahead()
+        if flight is not None:
+            self._launcher.wait_out(flight)
         self._runner.close()

@@ -9,7 +9,7 @@ from headrace.engine.sampling_rows import SequenceSampling
 from headrace.engine.sequence import Family, Sequence, Status, choice_seed
 from headrace.errors import ContextLengthExceeded, InvalidRequest
 from headrace.text.tokenizer import Tokenizer
-from headrace.types import GenerationRequest, RequestView, check_token_ids
+from headrace.types import GenerationRequest, RequestView, SamplingParams, check_token_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,8 @@ class ServedModel:
     name: str
     revision: str
     """Digest of the checkpoint: part of every prefix-cache key."""
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
+    """None: the engine says token ids and no text, and takes no request that needs text."""
     eos_token_ids: tuple[int, ...]
     vocab_size: int
 
@@ -39,6 +40,8 @@ class Intake:
         """Raise InvalidRequest where the request can never be served here, with the arithmetic."""
         check_token_ids(request, self._model.vocab_size)
         sampling = request.sampling
+        if self._model.tokenizer is None:
+            _check_textless(sampling)
         if sampling.grammar is not None:
             raise InvalidRequest("grammar is not supported by this engine", param="grammar")
         num_prompt_tokens = len(request.prompt_token_ids)
@@ -103,3 +106,16 @@ class Intake:
             sampling=SequenceSampling(sampling, prompt, self._model.eos_token_ids),
             status=Status.WAITING if index == 0 else Status.PENDING,
         )
+
+
+def _check_textless(sampling: SamplingParams) -> None:
+    asked = {
+        "stop": bool(sampling.stop),
+        "logprobs": sampling.logprobs is not None,
+        "prompt_logprobs": sampling.prompt_logprobs is not None,
+    }
+    for name, is_asked in asked.items():
+        if is_asked:
+            raise InvalidRequest(
+                f"{name} needs text, and this engine has no tokenizer; leave {name} out", param=name
+            )

@@ -13,46 +13,80 @@ import msgspec
 from headrace.engine.batch import BatchPlan, PlannedSequence
 from headrace.engine.output import SequenceOutput, TokenRow, token_logprobs
 from headrace.engine.scheduler import Scheduler
-from headrace.engine.sequence import Sequence
+from headrace.engine.sequence import Sequence, Status
 from headrace.errors import EngineFailed, ErrorInfo
 from headrace.text.tokenizer import Tokenizer
-from headrace.types import RequestTimings, StepResult, TenantService, TokenEvent, Usage
-
-_MAX_TENANTS = 4096
+from headrace.types import RequestTimings, StepResult, TokenEvent, Usage
+from headrace.types.batch import RunResult
 
 
 class Outcome:
     """Applies results to sequences. `on_end` is told each choice that ended."""
 
     def __init__(
-        self, scheduler: Scheduler, tokenizer: Tokenizer, on_end: Callable[[Sequence], None]
+        self, scheduler: Scheduler, tokenizer: Tokenizer | None, on_end: Callable[[Sequence], None]
     ) -> None:
         self._scheduler = scheduler
         self._kv_cache = scheduler.kv_cache
         self._tokenizer = tokenizer
         self._on_end = on_end
+        self._drawn: dict[str, int] = {}
         self.prompt_tokens_total = 0
         self.generation_tokens_total = 0
 
     def apply(
         self, plan: BatchPlan, result: StepResult, now: float
     ) -> tuple[list[TokenEvent], list[tuple[int, int]]]:
-        """Return the events of a step and the blocks to copy before the next one."""
+        """Return the events of a step and the blocks to copy before the next one.
+
+        What a step launched ahead computed for a choice that ended meanwhile is dropped.
+        """
         rows = _Rows(result)
         events: list[TokenEvent] = []
         copies: list[tuple[int, int]] = []
         first_row = 0
         for entry in plan.entries:
             num_rows = entry.num_score_rows + len(entry.drawing)
-            if rows.any_failed(first_row, first_row + num_rows):
+            if plan.is_flying and self.land(entry):
+                pass
+            elif rows.any_failed(first_row, first_row + num_rows):
                 events += self._fail_family_rows(entry, now)
             else:
                 self._advance(entry)
-                self._take_scores(entry, rows, first_row)
-                first_draw = first_row + entry.num_score_rows
-                self._draw(entry, rows, first_draw, (events, copies), now)
+                if entry.num_score_rows:
+                    self._take_scores(entry, rows, first_row)
+                if entry.drawing:
+                    first_draw = first_row + entry.num_score_rows
+                    self._draw(entry, rows, first_draw, (events, copies), now)
             first_row += num_rows
+        self._account(now)
         return events, copies
+
+    def apply_run(self, plan: BatchPlan, run: RunResult) -> list[TokenEvent]:
+        """Return the events of several steps of decodes, one per choice that has news."""
+        now = run.times[-1]
+        num_steps = len(run.times)
+        events: list[TokenEvent] = []
+        for entry, token_ids in zip(plan.entries, run.token_ids.T.tolist(), strict=True):
+            sequence = entry.sequence
+            sequence.num_computed_tokens += num_steps
+            sequence.token_ids += token_ids
+            self._kv_cache.publish(sequence)
+            sequence.last_token_time = now
+            self._count(sequence, num_steps)
+            self._say(sequence, sequence.output.append_run(token_ids), events, now)
+        self._account(now)
+        return events
+
+    def land(self, entry: PlannedSequence) -> bool:
+        """Take an entry's tokens out of the air; return whether its choice has ended meanwhile."""
+        sequence = entry.sequence
+        sequence.land(entry.num_tokens)
+        if sequence.status is not Status.FINISHED:
+            return False
+        if not sequence.num_flying_tokens:
+            self._scheduler.release(sequence)
+        return True
 
     def fail(
         self, sequence: Sequence, error: ErrorInfo, now: float, *, rows_valid: bool
@@ -72,6 +106,7 @@ class Outcome:
     def _take_scores(self, entry: PlannedSequence, rows: _Rows, first_row: int) -> None:
         family = entry.sequence.family
         num_logprobs = family.request.sampling.prompt_logprobs or 0
+        assert self._tokenizer is not None, "log probabilities spell their tokens"
         for row in range(first_row, first_row + entry.num_score_rows):
             scored = token_logprobs(self._tokenizer, rows.token_row(row), num_logprobs)
             family.prompt_logprobs.append(scored)
@@ -87,37 +122,54 @@ class Outcome:
         """Give each drawing choice its token; further choices fork before the first can end."""
         events, copies = out
         leader = entry.sequence
-        forks = entry.drawing[1:]
-        for offset, fork in enumerate(forks, start=1):
+        for row, fork in enumerate(entry.drawing[1:], start=first_row + 1):
             fork.token_ids = list(leader.request.prompt_token_ids)
-            event = self._take_token(fork, rows.token_row(first_row + offset), now)
+            event = self._take_token(fork, rows, row, now)
             if fork.output.finish_reason is None:
                 copies += self._scheduler.place_fork(leader, fork)
             else:
                 fork.num_cached_tokens = leader.num_cached_tokens
                 fork.start_time = leader.start_time
             self._say(fork, event, events, now)
-        if entry.drawing:
-            event = self._take_token(leader, rows.token_row(first_row), now)
-            self._say(leader, event, events, now)
+        self._say(leader, self._take_token(leader, rows, first_row, now), events, now)
 
-    def _take_token(self, sequence: Sequence, row: TokenRow, now: float) -> TokenEvent | None:
-        event = sequence.output.append((row,))
-        service = self._service(sequence.request.tenant)
-        service.last_active = now
-        if sequence.first_token_time is None and sequence.index == 0:
-            self.prompt_tokens_total += sequence.num_tokens
-            service.input_tokens += sequence.num_tokens
-        if sequence.max_tokens == 0:
-            return event
+    def _take_token(
+        self, sequence: Sequence, rows: _Rows, row: int, now: float
+    ) -> TokenEvent | None:
+        token_id = rows.token_ids[row]
+        if rows.has_logprobs:
+            event = sequence.output.append((rows.token_row(row),))
+        else:
+            event = sequence.output.append_token(token_id)
         if sequence.first_token_time is None:
+            self._note_prompt(sequence)
+            if sequence.max_tokens == 0:
+                return event
             sequence.first_token_time = now
         sequence.last_token_time = now
-        sequence.token_ids.append(row.token_id)
-        sequence.sampling.token_drawn(row.token_id)
-        self.generation_tokens_total += 1
-        service.output_tokens += 1
+        sequence.token_ids.append(token_id)
+        sequence.sampling.token_drawn(token_id)
+        self._count(sequence, 1)
         return event
+
+    def _note_prompt(self, sequence: Sequence) -> None:
+        """Count the prompt, once for all choices, before the first token is added to it."""
+        if sequence.index == 0:
+            self.prompt_tokens_total += sequence.num_tokens
+        self._count(sequence, 0)
+
+    def _count(self, sequence: Sequence, num_tokens: int) -> None:
+        drawn, tenant = self._drawn, sequence.family.request.tenant
+        drawn[tenant] = drawn.get(tenant, 0) + num_tokens
+
+    def _account(self, now: float) -> None:
+        """Book what the tenants were given since the last call."""
+        for tenant, num_tokens in self._drawn.items():
+            service = self._scheduler.service(tenant)
+            service.last_active = now
+            service.output_tokens += num_tokens
+            self.generation_tokens_total += num_tokens
+        self._drawn.clear()
 
     def _say(
         self, sequence: Sequence, event: TokenEvent | None, events: list[TokenEvent], now: float
@@ -151,32 +203,24 @@ class Outcome:
             dependent += sequence.family.pending()
         return [self.fail(choice, error, now, rows_valid=False) for choice in dependent]
 
-    def _service(self, tenant: str) -> TenantService:
-        tenants = self._scheduler.tenants
-        service = tenants.get(tenant)
-        if service is None:
-            if len(tenants) >= _MAX_TENANTS:
-                del tenants[min(tenants, key=lambda name: tenants[name].last_active)]
-            service = tenants[tenant] = TenantService()
-        return service
-
 
 class _Rows:
     """A StepResult as plain Python values, converted once."""
 
-    __slots__ = ("_failed", "_logprobs", "_result", "_token_ids")
+    __slots__ = ("_failed", "_logprobs", "_result", "has_logprobs", "token_ids")
 
     def __init__(self, result: StepResult) -> None:
         self._result = result
-        self._token_ids: list[int] = result.token_ids.tolist()
+        self.token_ids: list[int] = result.token_ids.tolist()
         self._logprobs = None if result.logprobs is None else result.logprobs.tolist()
+        self.has_logprobs = self._logprobs is not None
         self._failed = result.failed.tolist() if result.failed.any() else None
 
     def any_failed(self, start: int, end: int) -> bool:
         return self._failed is not None and any(self._failed[start:end])
 
     def token_row(self, row: int) -> TokenRow:
-        token_id = self._token_ids[row]
+        token_id = self.token_ids[row]
         if self._logprobs is None:
             return TokenRow(token_id)
         top_ids, top_logprobs = self._result.top_token_ids, self._result.top_logprobs
@@ -187,11 +231,12 @@ class _Rows:
 
 
 def _with_prompt(sequence: Sequence, event: TokenEvent) -> TokenEvent:
-    """Put the prompt's log probabilities into the choice's first event where they were asked for."""
-    if sequence.is_prompt_reported or sequence.request.sampling.prompt_logprobs is None:
+    """Put the prompt's log probabilities into the request's first event where they were asked for."""
+    family = sequence.family
+    if family.is_prompt_reported or family.request.sampling.prompt_logprobs is None:
         return event
-    sequence.is_prompt_reported = True
-    return msgspec.structs.replace(event, prompt_logprobs=sequence.family.prompt_logprobs)
+    family.is_prompt_reported = True
+    return msgspec.structs.replace(event, prompt_logprobs=family.prompt_logprobs)
 
 
 def _usage(sequence: Sequence, output: SequenceOutput) -> Usage:

@@ -82,8 +82,6 @@ class Sequence:
     num_published: int = 0
     parent: ParentKey = b""
     """What the next block to be published follows."""
-    is_prompt_reported: bool = False
-    """Whether the prompt's log probabilities have gone out with an event."""
     start_time: float | None = None
     first_token_time: float | None = None
     last_token_time: float | None = None
@@ -168,6 +166,8 @@ class Family:
     num_unfinished: int = 0
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
     """What is known of the prompt's tokens so far; the first has no log probability."""
+    is_prompt_reported: bool = False
+    """Whether they have gone out, with the first event of any choice."""
 
     @property
     def num_scored(self) -> int:

@@ -52,7 +52,6 @@ class _Collected:
 
     texts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
     finish_reason: str | None = None
 
     def add(self, event: TokenEvent) -> None:
@@ -60,8 +59,6 @@ class _Collected:
         if event.logprobs is not None:
             self.logprobs = self.logprobs or []
             self.logprobs.extend(event.logprobs)
-        if event.prompt_logprobs is not None:
-            self.prompt_logprobs = event.prompt_logprobs
         if event.finish_reason is not None:
             self.finish_reason = event.finish_reason
 
@@ -84,6 +81,8 @@ class Answer:
         self._envelope = envelope
         self._include_usage = include_usage
         self._collected: dict[ChoicePlace, _Collected] = {}
+        self._prompt_logprobs: dict[int, list[TokenLogprobs | None]] = {}
+        """By prompt: they come once, with the first news of any choice."""
 
     def _place(self, prompt_index: int, event: TokenEvent) -> ChoicePlace:
         return ChoicePlace(prompt_index, prompt_index * self._num_choices + event.index)
@@ -124,6 +123,8 @@ class Answer:
         for event in events:
             place = self._place(prompt_index, event)
             self._collected.setdefault(place, _Collected()).add(event)
+            if event.prompt_logprobs is not None:
+                self._prompt_logprobs[prompt_index] = event.prompt_logprobs
 
     def restart(self, prompt_index: int) -> None:
         """Forget what `collect` kept of a prompt."""
@@ -139,7 +140,7 @@ class Answer:
                 request_id="",
                 text="".join(collected.texts),
                 logprobs=collected.logprobs,
-                prompt_logprobs=collected.prompt_logprobs,
+                prompt_logprobs=self._prompt_logprobs.get(place.prompt_index),
                 finish_reason=collected.finish_reason,
             )
             choices.append(self._format.whole(place, event))

@@ -15,7 +15,7 @@ from headrace.gateway.call import (
     build_requests,
     check_num_choices,
 )
-from headrace.gateway.logprobs import TextOffsets, completion_logprobs
+from headrace.gateway.logprobs import PromptScores, TextOffsets, completion_logprobs
 from headrace.gateway.openai_schema import CompletionBody
 from headrace.gateway.sampling import (
     DEFAULT_COMPLETION_TOKENS,
@@ -172,18 +172,17 @@ class CompletionFormat:
     hidden_ids: frozenset[int]
     echoes: Sequence[Echo] | None
     _offsets: dict[int, TextOffsets] = field(default_factory=dict)
+    _scores: dict[int, PromptScores] = field(default_factory=dict)
 
     def piece(self, place: ChoicePlace, event: TokenEvent) -> dict[str, Any] | None:
         opens = place.index not in self._offsets
         echo = self.echoes[place.prompt_index] if self.echoes is not None and opens else None
+        scores = self._prompt_scores(place.prompt_index, echo, event)
         if opens:
-            self._offsets[place.index] = (
-                TextOffsets(self.hidden_ids)
-                if echo is None
-                else TextOffsets(echo.hidden_ids, start=echo.offset_start)
-            )
+            start = 0 if scores is None else scores.end_offset
+            self._offsets[place.index] = TextOffsets(self.hidden_ids, start=start)
         text = event.text if echo is None else echo.text + event.text
-        logprobs = self._logprobs(place, event, echo)
+        logprobs = self._logprobs(place, event, scores)
         if not text and not (logprobs and logprobs["tokens"]):
             return None
         return {
@@ -204,17 +203,23 @@ class CompletionFormat:
         }
         return {**choice, "finish_reason": event.finish_reason}
 
+    def _prompt_scores(
+        self, prompt_index: int, echo: Echo | None, event: TokenEvent
+    ) -> PromptScores | None:
+        """Return what precedes a choice's own log probabilities; they come with the first choice's news."""
+        if echo is None or not self.with_logprobs:
+            return None
+        if prompt_index not in self._scores:
+            offsets = TextOffsets(echo.hidden_ids, start=echo.offset_start)
+            self._scores[prompt_index] = PromptScores(
+                event.prompt_logprobs or (), echo.first_token, offsets
+            )
+        return self._scores[prompt_index]
+
     def _logprobs(
-        self, place: ChoicePlace, event: TokenEvent, echo: Echo | None
+        self, place: ChoicePlace, event: TokenEvent, scores: PromptScores | None
     ) -> dict[str, Any] | None:
         if not self.with_logprobs:
             return None
-        offsets = self._offsets[place.index]
-        if echo is None:
-            return completion_logprobs(event.logprobs or (), offsets)
-        prompt = completion_logprobs(
-            event.prompt_logprobs or (), offsets, first_prompt_token=echo.first_token
-        )
-        offsets.start_text(self.hidden_ids)
-        output = completion_logprobs(event.logprobs or (), offsets)
-        return {name: values + output[name] for name, values in prompt.items()}
+        output = completion_logprobs(event.logprobs or (), self._offsets[place.index])
+        return output if scores is None else scores.followed_by(output)

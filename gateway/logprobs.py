@@ -11,6 +11,8 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import msgspec
+
 from headrace.types import TokenAlternative, TokenLogprobs
 
 LOWEST_LOGPROB = -9999.0
@@ -59,6 +61,11 @@ class TextOffsets:
         self._length += len(self._decoder.decode(token.raw))
         return offset
 
+    @property
+    def length(self) -> int:
+        """Characters of the text so far."""
+        return self._length
+
     def start_text(self, hidden_ids: Collection[int]) -> None:
         """Go on behind what came so far with tokens of a text that was decoded by itself."""
         self._finish_text()
@@ -102,6 +109,33 @@ def completion_logprobs(
         shape["top_logprobs"].append(None if entry is None else _alternatives(entry))
         shape["text_offset"].append(offsets.next(token))
     return shape
+
+
+class PromptScores:
+    """The log probabilities of one echoed prompt, written once for all of its choices."""
+
+    def __init__(
+        self,
+        entries: Sequence[TokenLogprobs | None],
+        first_token: TokenAlternative,
+        offsets: TextOffsets,
+    ) -> None:
+        """`offsets` starts where the prompt does; it is used up."""
+        shape = completion_logprobs(entries, offsets, first_prompt_token=first_token)
+        offsets.start_text(())
+        self.end_offset = offsets.length
+        self._written = {name: _items(values) for name, values in shape.items()}
+
+    def followed_by(self, output: dict[str, Any]) -> dict[str, Any]:
+        """Return the shape of the prompt and of what a choice said after it, as raw JSON."""
+        return {
+            name: msgspec.Raw(b"[" + b",".join(filter(None, (start, _items(output[name])))) + b"]")
+            for name, start in self._written.items()
+        }
+
+
+def _items(values: list[Any]) -> bytes:
+    return msgspec.json.encode(values)[1:-1]
 
 
 def _alternatives(entry: TokenLogprobs) -> dict[str, float]:

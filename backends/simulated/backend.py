@@ -30,6 +30,8 @@ class SimulatedBackend:
         seconds_per_kv_row: float = 2e-8
         weight_bytes: int = 0
         memory_bytes: int = 1 << 40
+        runs_ahead: bool = False
+        """Plan and launch each step while the one before it runs, as on a GPU."""
 
     def __init__(self, options: Options, clock: Clock) -> None:
         self._options = options
@@ -67,5 +69,7 @@ class SimulatedBackend:
             vocab_size=model.architecture.vocab_size,
             settings=settings,
             clock=self._clock,
-            device=SimulatedDevice(step_time, options.weight_bytes, options.memory_bytes),
+            device=SimulatedDevice(
+                step_time, options.weight_bytes, options.memory_bytes, options.runs_ahead
+            ),
         )

@@ -7,8 +7,8 @@ advanced (headrace.testing.FakeClock) a step takes virtual time; on a real one i
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from headrace.types import (
     StepResult,
     TokenMasks,
 )
+from headrace.types.batch import RunResult
 
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1}
 
@@ -36,10 +37,15 @@ class SimulatedDevice:
     step_time: StepTimeFormula
     weight_bytes: int = 0
     memory_bytes: int = 1 << 40
+    runs_ahead: bool = False
+    """Whether a step may be launched while the one before runs, as on a GPU."""
 
 
 class SimulatedRunner:
-    """What the engine drives where only time and memory matter."""
+    """What the engine drives where only time and memory matter.
+
+    Implements headrace.interfaces.RepeatingRunner; on a clock that can be advanced only.
+    """
 
     def __init__(
         self,
@@ -58,6 +64,11 @@ class SimulatedRunner:
         self._kv_dtype_bytes = _DTYPE_BYTES[settings.kv_dtype]
         self._num_blocks = 0
         self._is_closed = False
+        self.runs_ahead = device.runs_ahead
+        self._advance: Callable[[float], None] | None = getattr(clock, "advance", None)
+        self.can_repeat = self._advance is not None
+        self._busy_until = float("-inf")
+        self._drawn = np.empty(0, np.int32)  # [R] of the step launched last
 
     def kv_groups(self) -> Sequence[KVGroupSpec]:
         return self._groups
@@ -83,8 +94,51 @@ class SimulatedRunner:
         report(1.0)
 
     def execute(self, batch: ForwardBatch) -> SimulatedStep:
+        """Launch a step: it begins now, or when the one before is done."""
         assert not self._is_closed, "the runner is closed"
-        return SimulatedStep(self, batch)
+        now = self._clock.now()
+        seconds = self._seconds(batch)
+        waits = self._busy_until > now
+        self._busy_until = (self._busy_until if waits else now) + seconds
+        known = self._with_drawn(batch)
+        result = _draw(self.contexts(known), known.sampling, self.vocab_size)
+        self._drawn = result.token_ids
+        return SimulatedStep(self, result, seconds, self._busy_until)
+
+    def repeat(self, batch: ForwardBatch, max_steps: int, until: float) -> RunResult:
+        assert not self._is_closed, "the runner is closed"
+        assert self._advance is not None, "only virtual time can be run through"
+        sampling, num_rows = batch.sampling, len(batch.query_starts) - 1
+        num_kv_rows = int(batch.kv_lens[0].sum())
+        times: list[float] = []
+        while len(times) < max_steps and not (times and times[-1] >= until):
+            self._advance(self._device.step_time.seconds(0, num_rows, num_kv_rows))
+            num_kv_rows += num_rows
+            times.append(self._clock.now())
+        self._busy_until = times[-1]
+        steps = np.arange(len(times), dtype=np.int64)[:, None]
+        contexts = (sampling.positions[None, :] + steps).astype(np.uint64)
+        return RunResult(_tokens(contexts, sampling, self.vocab_size), times)
+
+    def _with_drawn(self, batch: ForwardBatch) -> ForwardBatch:
+        """Put in the tokens that the step before drew where the batch names its rows."""
+        places = np.flatnonzero(batch.token_sources >= 0)
+        if not len(places):
+            return batch
+        token_ids = batch.token_ids.copy()
+        token_ids[places] = self._drawn[batch.token_sources[places]]
+        return replace(batch, token_ids=token_ids)
+
+    def _seconds(self, batch: ForwardBatch) -> float:
+        starts = batch.query_starts
+        num_sequences, num_tokens = len(starts) - 1, int(starts[-1])
+        num_prefill_tokens = 0
+        if num_tokens > num_sequences:
+            counts = np.diff(starts)
+            num_prefill_tokens = int(counts[counts > 1].sum())
+        return self._device.step_time.seconds(
+            num_prefill_tokens, num_sequences, int(batch.kv_lens[0].sum())
+        )
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """There is nothing to copy."""
@@ -100,16 +154,16 @@ class SimulatedRunner:
     def close(self) -> None:
         self._is_closed = True
 
-    def wait(self, batch: ForwardBatch) -> None:
-        """Let the time pass that the step takes."""
-        counts = np.diff(batch.query_starts)
-        seconds = self._device.step_time.seconds(
-            int(counts[counts > 1].sum()), len(counts), int(batch.kv_lens[0].sum())
-        )
-        advance = getattr(self._clock, "advance", None)
-        if advance is not None:
-            advance(seconds)
-        elif seconds > 0:
+    def wait(self, step: SimulatedStep) -> None:
+        """Let the time pass until a step is done."""
+        now = self._clock.now()
+        is_alone = now + step.seconds == step.done_at  # then no rounding of a difference
+        seconds = step.seconds if is_alone else step.done_at - now
+        if seconds <= 0:
+            return
+        if self._advance is not None:
+            self._advance(seconds)
+        else:
             time.sleep(seconds)
 
     def contexts(self, batch: ForwardBatch) -> NDArray[np.uint64]:
@@ -120,10 +174,18 @@ class SimulatedRunner:
 class SimulatedStep:
     """A step that is done when its time has passed."""
 
-    def __init__(self, runner: SimulatedRunner, batch: ForwardBatch) -> None:
+    def __init__(
+        self,
+        runner: SimulatedRunner,
+        result: StepResult,
+        seconds: float,
+        done_at: float,
+    ) -> None:
         self._runner = runner
-        self._batch = batch
+        self._result = result
         self._has_sampled = False
+        self.seconds = seconds
+        self.done_at = done_at
 
     def sample(self, masks: TokenMasks | None = None) -> None:
         assert not self._has_sampled, "sample is called once"
@@ -131,9 +193,8 @@ class SimulatedStep:
 
     def result(self) -> StepResult:
         assert self._has_sampled, "result comes after sample"
-        contexts = self._runner.contexts(self._batch)
-        self._runner.wait(self._batch)
-        return _draw(contexts, self._batch.sampling, self._runner.vocab_size)
+        self._runner.wait(self)
+        return self._result
 
 
 def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -144,14 +205,19 @@ def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return mixed ^ (mixed >> np.uint64(31))
 
 
-def _draw(contexts: NDArray[np.uint64], sampling: SamplingBatch, vocab_size: int) -> StepResult:
-    """Return made-up tokens: greedy rows ignore the seed; what a bias of -inf forbids is not drawn."""
+def _tokens(
+    contexts: NDArray[np.uint64], sampling: SamplingBatch, vocab_size: int
+) -> NDArray[np.int32]:
+    """Return made-up tokens for contexts [..., R]; greedy rows ignore the seed."""
     seeds = np.where(sampling.temperature > 0, sampling.seeds, np.uint64(0))
-    drawn = (mix(contexts ^ mix(seeds)) % np.uint64(vocab_size)).astype(np.int32)
-    for row in range(len(drawn)):
+    return (mix(contexts ^ mix(seeds)) % np.uint64(vocab_size)).astype(np.int32)
+
+
+def _draw(contexts: NDArray[np.uint64], sampling: SamplingBatch, vocab_size: int) -> StepResult:
+    """Return a made-up token per row; what a bias of -inf forbids is not drawn."""
+    drawn = _tokens(contexts, sampling, vocab_size)
+    for row in np.flatnonzero(np.diff(sampling.bias_starts)):
         start, end = sampling.bias_starts[row], sampling.bias_starts[row + 1]
-        if start == end:
-            continue
         forbidden = sampling.bias_ids[start:end][np.isneginf(sampling.bias_values[start:end])]
         while drawn[row] in forbidden:
             drawn[row] = (drawn[row] + 1) % vocab_size

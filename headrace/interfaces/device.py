@@ -20,6 +20,7 @@ from headrace.types import (
     TokenMasks,
     WeightPart,
 )
+from headrace.types.batch import RunResult
 
 if TYPE_CHECKING:
     import numpy as np
@@ -106,7 +107,12 @@ class StepHandle(Protocol):
 
 
 class Runner(Protocol):
-    """All device state of one model. Called by the engine thread only; arguments are plain data."""
+    """All device state of one model. Called by the engine thread only; arguments are plain data.
+
+    A runner may have `runs_ahead: bool`. Where it is true, the engine plans and launches one step
+    before it takes the result of the one before: `execute` returns at once, steps run in the order
+    of their launch, and a token whose `token_sources` names a row is what that row of the step before drew.
+    """
 
     def kv_groups(self) -> Sequence[KVGroupSpec]: ...
 
@@ -138,6 +144,24 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """Free everything. The runner cannot be used afterwards; a second close does nothing."""
+        ...
+
+
+class RepeatingRunner(Runner, Protocol):
+    """A Runner that can run equal steps of decodes as one, because its time is virtual.
+
+    It says so with `can_repeat`; the engine then asks where its caller gave a time to run until.
+    """
+
+    @property
+    def can_repeat(self) -> bool: ...
+
+    def repeat(self, batch: ForwardBatch, max_steps: int, until: float) -> RunResult:
+        """Run `batch`, a step of decodes, and up to max_steps - 1 more that feed each draw back.
+
+        The first step begins in any case, a further one only while the clock is before `until`.
+        Rows written by later steps are no part of the batch's tables.
+        """
         ...
 
 

@@ -210,10 +210,11 @@ class FakeClient(StreamingClient):
                 event = output.finish("error", error=error)
             else:
                 event = output.append([self._row(script, step)])
-            if event is None and step == 0 and request.sampling.prompt_logprobs is not None:
-                event = TokenEvent(request_id=request.request_id, index=outputs.index(output))
+            tells_prompt = step == 0 and output is outputs[0]
+            if event is None and tells_prompt and request.sampling.prompt_logprobs is not None:
+                event = TokenEvent(request_id=request.request_id)
             if event is not None:
-                events.append(self._complete(request, output, event, step))
+                events.append(self._complete(request, output, event, tells_prompt))
         return events
 
     def _row(self, script: Sequence[int], step: int) -> TokenRow:
@@ -225,10 +226,14 @@ class FakeClient(StreamingClient):
         return TokenRow(token_id, self.logprob, tuple(likely))
 
     def _complete(
-        self, request: GenerationRequest, output: SequenceOutput, event: TokenEvent, step: int
+        self,
+        request: GenerationRequest,
+        output: SequenceOutput,
+        event: TokenEvent,
+        tells_prompt: bool,
     ) -> TokenEvent:
         """Attach what the engine attaches: prompt log probabilities first, usage and timings last."""
-        if step == 0 and request.sampling.prompt_logprobs is not None:
+        if tells_prompt and request.sampling.prompt_logprobs is not None:
             event = msgspec.structs.replace(event, prompt_logprobs=self._prompt_logprobs(request))
         if event.finish_reason is None:
             return event

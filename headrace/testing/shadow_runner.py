@@ -29,6 +29,7 @@ class ShadowRunner(SimulatedRunner):
 
     def allocate(self, num_blocks: int) -> None:
         super().allocate(num_blocks)
+        self.can_repeat = False  # what is drawn depends on the rows written before
         self.rows = np.full(num_blocks * self.block_size, _UNWRITTEN, np.uint64)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:

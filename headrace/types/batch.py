@@ -69,6 +69,14 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True)
+class RunResult:
+    """What several steps in a row gave, each fed with the tokens of the one before."""
+
+    token_ids: NDArray[np.int32]  # [k, R], drawn
+    times: list[float]  # [k], when each step's result was in, on the engine's clock
+
+
+@dataclass(frozen=True, slots=True)
 class TokenMasks:
     """Which tokens a grammar allows, packed 32 to a word; rows without a grammar are absent."""
 

@@ -1,0 +1,62 @@
+"""How many equal steps of decodes one plan may stand for, because nothing can change in between.
+
+Only a runner that repeats steps by itself (a simulated one) asks for this. What it is worth: a simulation
+costs the engine one step per change instead of one per token, and says the same as step by step.
+"""
+
+from __future__ import annotations
+
+from headrace.engine.batch import BatchPlan
+from headrace.engine.scheduler import Scheduler
+
+MAX_STEPS = 4096
+
+
+def equal_steps(plan: BatchPlan, scheduler: Scheduler) -> int:
+    """Return how many steps like `plan` can follow each other, itself included; 1: only itself.
+
+    The last of them may end choices. None needs a block that is not free, none meets a waiting
+    request that could start, and no token ends a choice by what it is.
+    """
+    running = scheduler.running
+    if not len(plan.entries) == plan.num_decodes == len(running) or not _can_only_wait(scheduler):
+        return 1
+    most = MAX_STEPS
+    for entry in plan.entries:
+        output = entry.sequence.output
+        if not (
+            output.ends_by_length_only
+            and entry.sequence.sampling.is_plain
+            and len(entry.drawing) == 1
+        ):
+            return 1
+        most = min(most, output.num_tokens_left)
+    return _within_blocks(plan, scheduler, most)
+
+
+def _can_only_wait(scheduler: Scheduler) -> bool:
+    """Whether whoever waits goes on waiting: no slot is free, and nobody runs who could be taken back."""
+    if not scheduler.waiting:
+        return True
+    first = scheduler.waiting[0].request.priority
+    return not scheduler.num_free_slots and all(
+        sequence.request.priority <= first for sequence in scheduler.running
+    )
+
+
+def _within_blocks(plan: BatchPlan, scheduler: Scheduler, most: int) -> int:
+    """Return the most steps, at most `most`, whose rows fit the blocks held and the free ones."""
+    size = scheduler.kv_cache.block_size
+    num_free = scheduler.kv_cache.pool.num_free
+    spare = [len(e.sequence.block_ids) * size - e.sequence.num_kv_rows() for e in plan.entries]
+
+    def fits(num_steps: int) -> bool:
+        return sum([-(-(num_steps - s) // size) for s in spare if s < num_steps]) <= num_free
+
+    if fits(most):
+        return most
+    low, high = 1, most  # the plan itself has its blocks
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
