@@ -140,10 +140,10 @@ def measure(tokenizer: Tokenizer, num_rows: int, sampling: dict[str, Any]) -> di
     engine = build(tokenizer, num_rows, **sampling)
     inside: Any = engine
     parts.wrap(inside._scheduler, "schedule", "plan")
-    parts.wrap(inside._batches, "build", "arrays")
+    parts.wrap(inside._launcher._batches, "build", "arrays")
     parts.wrap(inside._outcome, "apply", "outcome")
     parts.wrap(inside, "step", "step")
-    parts.wrap(inside, "_execute", "device")
+    parts.wrap(inside._runner, "execute", "device")
     step = frames_of(engine)
     whole = []
     for _ in range(STEPS):

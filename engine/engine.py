@@ -21,8 +21,7 @@ from headrace.engine.runs import equal_steps
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import Family, Sequence, Status
 from headrace.errors import EngineFailed, InvalidRequest, Unavailable
-from headrace.interfaces import Clock, Runner, SchedulingPolicy
-from headrace.interfaces.device import RepeatingRunner
+from headrace.interfaces import Clock, RepeatingRunner, Runner, SchedulingPolicy
 from headrace.step_time import StepTimeModel
 from headrace.types import (
     EngineSettings,

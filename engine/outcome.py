@@ -16,8 +16,7 @@ from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import Sequence, Status
 from headrace.errors import EngineFailed, ErrorInfo
 from headrace.text.tokenizer import Tokenizer
-from headrace.types import RequestTimings, StepResult, TokenEvent, Usage
-from headrace.types.batch import RunResult
+from headrace.types import RequestTimings, RunResult, StepResult, TokenEvent, Usage
 
 
 class Outcome:

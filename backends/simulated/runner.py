@@ -21,11 +21,11 @@ from headrace.types import (
     ForwardBatch,
     KVGroupSpec,
     MemoryReport,
+    RunResult,
     SamplingBatch,
     StepResult,
     TokenMasks,
 )
-from headrace.types.batch import RunResult
 
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1}
 

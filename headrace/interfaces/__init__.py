@@ -7,6 +7,7 @@ from headrace.interfaces.device import (
     Clock,
     Group,
     Ops,
+    RepeatingRunner,
     Runner,
     StepHandle,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "Ops",
     "QuantizationPolicy",
     "QuantizedPart",
+    "RepeatingRunner",
     "RoutingPolicy",
     "Runner",
     "SchedulingPolicy",

@@ -15,12 +15,12 @@ from headrace.types import (
     ForwardBatch,
     KVGroupSpec,
     MemoryReport,
+    RunResult,
     SamplingBatch,
     StepResult,
     TokenMasks,
     WeightPart,
 )
-from headrace.types.batch import RunResult
 
 if TYPE_CHECKING:
     import numpy as np

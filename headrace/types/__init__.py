@@ -2,6 +2,7 @@
 
 from headrace.types.batch import (
     ForwardBatch,
+    RunResult,
     SamplingBatch,
     StepResult,
     TokenMasks,
@@ -98,6 +99,7 @@ __all__ = [
     "RequestTimings",
     "RequestView",
     "RoutingRequest",
+    "RunResult",
     "SamplingBatch",
     "SamplingParams",
     "SchedulerView",
