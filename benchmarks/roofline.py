@@ -1,4 +1,4 @@
-"""What this machine can do at best: bytes read and multiplications per second of some threads.
+"""What this machine can do at best: bytes read and multiplications per second of some threads together.
 
 python benchmarks/roofline.py [--threads 2]
 """
@@ -9,70 +9,132 @@ import argparse
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.backends.cpu.fast.intrinsics import FLOATS, INTS, LANES, routine
+
 READ_BYTES = 256 << 20
 """Per thread: far more than any last-level cache here keeps."""
+CACHED_BYTES = 256 << 10
+"""Per thread: held by a second-level cache."""
 ROUNDS = 7
+CHAINS, PER_CHAIN = 12, 8
+"""Sums that do not wait for each other, and products added to each per round."""
 
 
 @numba.njit(nogil=True, fastmath=True, boundscheck=False)
-def sum_words(words: NDArray[np.int64]) -> int:
-    """Return the sum of `words`: one read of each byte, next to no arithmetic."""
+def sum_words(words: NDArray[np.int64], rounds: int) -> int:
+    """Return the sum of `words`, taken `rounds` times: one read of each byte, next to no arithmetic."""
     total = 0
-    for place in range(words.shape[0]):
-        total += words[place]
+    for _ in range(rounds):
+        for place in range(words.shape[0]):
+            total ^= words[place]
     return total
 
 
-@numba.njit(nogil=True, fastmath=True, boundscheck=False)
-def multiply_f32(values: NDArray[np.float32], rounds: int) -> float:
-    """Return a number from rounds * len(values) fused multiply-adds on data that stays in L1."""
-    sums = np.zeros(values.shape[0], np.float32)
-    for step in range(rounds):
-        factor = np.float32(step & 3)
-        for place in range(values.shape[0]):
-            sums[place] += values[place] * factor
-    return float(sums.sum())
+def _chains(e: Any, count: Any, address: Any, kind: Any, multiply: Callable[..., Any]) -> Any:
+    """Emit `count` rounds of independent products of registers; store the sums, so that none is left out."""
+    first = [e.load(address, kind, 64 * place) for place in range(4)]
+    slots = [e.variable(first[place % 4]) for place in range(CHAINS)]
+    with e.loop(count):
+        totals = [e.get(slot) for slot in slots]
+        for turn in range(PER_CHAIN):
+            totals = [multiply(total, first[turn % 4], first[-1 - turn % 2]) for total in totals]
+        for slot, total in zip(slots, totals, strict=True):
+            e.set(slot, total)
+    for place, slot in enumerate(slots):
+        e.store(e.get(slot), address, 64 * (4 + place))
+
+
+@routine()
+def byte_chains(e: Any, count: Any, address: Any) -> None:
+    _chains(e, count, address, INTS, lambda total, a, b: e.dot(total, a, b, is_signed=False))
+
+
+@routine()
+def brain_chains(e: Any, count: Any, address: Any) -> None:
+    def multiply(total: Any, a: Any, b: Any) -> Any:
+        pairs = (e.builder.bitcast(value, INTS) for value in (a, b))
+        return e.dot_brain(total, *pairs)
+
+    _chains(e, count, address, FLOATS, multiply)
+
+
+@routine()
+def float_chains(e: Any, count: Any, address: Any) -> None:
+    _chains(e, count, address, FLOATS, lambda total, a, b: e.fma(a, b, total))
+
+
+@numba.njit(nogil=True)
+def run_bytes(count: int, address: int) -> None:
+    byte_chains(count, address)
+
+
+@numba.njit(nogil=True)
+def run_brains(count: int, address: int) -> None:
+    brain_chains(count, address)
+
+
+@numba.njit(nogil=True)
+def run_floats(count: int, address: int) -> None:
+    float_chains(count, address)
 
 
 def best_seconds(call: Callable[[int], object], threads: int, rounds: int = ROUNDS) -> float:
-    """Return the best time in which all threads, started together, finish `call(index)`."""
+    """Return the best time of the slowest of `threads` that run `call(index)`, started together.
+
+    Core time: what other processes take of a core is left out, what they take of the memory is not.
+    """
     found = []
     for _ in range(rounds + 1):
-        gate = threading.Barrier(threads + 1)
+        gate = threading.Barrier(threads)
+        spent = [0.0] * threads
 
-        def work(index: int, gate: threading.Barrier = gate) -> None:
+        def work(index: int, gate: threading.Barrier = gate, spent: list[float] = spent) -> None:
             gate.wait()
+            start = time.thread_time()
             call(index)
-            gate.wait()
+            spent[index] = time.thread_time() - start
 
         workers = [threading.Thread(target=work, args=(index,)) for index in range(threads)]
         for worker in workers:
             worker.start()
-        gate.wait()
-        start = time.perf_counter()
-        gate.wait()
-        found.append(time.perf_counter() - start)
         for worker in workers:
             worker.join()
+        found.append(max(spent))
     return min(found[1:])
 
 
-def read_bandwidth(threads: int) -> float:
-    """Return bytes per second that `threads` read together from memory."""
-    parts = [np.ones(READ_BYTES // 8, np.int64) for _ in range(threads)]
-    return threads * READ_BYTES / best_seconds(lambda index: sum_words(parts[index]), threads)
+def read_bandwidth(threads: int, part_bytes: int = READ_BYTES) -> float:
+    """Return bytes per second that `threads` read together, `part_bytes` each over and over."""
+    repeats = READ_BYTES // part_bytes
+    parts = [np.ones(part_bytes // 8, np.int64) for _ in range(threads)]
+    seconds = best_seconds(lambda index: sum_words(parts[index], repeats), threads)
+    return threads * part_bytes * repeats / seconds
+
+
+def multiplications(threads: int, kind: str) -> float:
+    """Return multiplications per second of registers: "int8" (dot of bytes), "bf16" (dot) or "f32" (fma)."""
+    run, per_lane = {"int8": (run_bytes, 4), "bf16": (run_brains, 2), "f32": (run_floats, 1)}[kind]
+    count = 200_000
+    memory = np.zeros((threads, 16 * (4 + CHAINS) + 16), np.int32)
+    seconds = best_seconds(lambda index: run(count, memory[index].ctypes.data), threads)
+    return threads * count * CHAINS * PER_CHAIN * LANES * per_lane / seconds
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=2)
     threads = parser.parse_args().threads
-    print(f"read bandwidth, {threads} threads: {read_bandwidth(threads) / 1e9:.1f} GB/s")
+    print(f"{threads} threads together, best of {ROUNDS}")
+    for name, size in (("memory", READ_BYTES), ("second-level cache", CACHED_BYTES)):
+        print(f"  read from {name}: {read_bandwidth(threads, size) / 1e9:.1f} GB/s")
+    for kind in ("int8", "bf16", "f32"):
+        print(f"  {kind} multiplications: {multiplications(threads, kind) / 1e9:.0f} G/s")
 
 
 if __name__ == "__main__":

@@ -80,6 +80,8 @@ def render_page(document: Mapping[str, Any]) -> str:
         f"{load['endpoint']}, {load['prompt_tokens']} prompt and {load['output_tokens']} output tokens"
         f"{prefix}; seed {load['seed']}; {'open' if is_open else 'closed'} loop"
     )
+    if "slo" in runs[0]:
+        about += f"; good is inside {runs[0]['slo']}"
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -113,7 +115,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _loads_table(runs: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
     head = ["load", "requests", "failed", "requests/s", "output tok/s", "total tok/s", "cached"]
     if "slo" in runs[0]:
-        head += [f"goodput inside {runs[0]['slo']}", "share"]
+        head += ["good requests/s", "good"]
     rows = []
     for run, name in zip(runs, names, strict=True):
         row = [name, f"{run['requests']}", f"{run['errors']}", f"{run['requests_per_second']:.2f}"]
@@ -123,7 +125,7 @@ def _loads_table(runs: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str
         row.append(f"{100 * run['cached_share']:.0f} %")
         if "slo" in run:
             row += [
-                f"{run['goodput_requests_per_second']:.2f}/s",
+                f"{run['goodput_requests_per_second']:.2f}",
                 f"{100 * run['slo_share']:.0f} %",
             ]
         rows.append(row)

@@ -1,0 +1,282 @@
+"""Each operation of the CPU backend against its roofline: what it takes and what the machine could at best.
+
+python benchmarks/kernels.py MODEL [--path fast|reference|both] [--cases decode-1,prefill-120] [--products 2]
+
+An operation cannot be faster than its bytes at the measured read bandwidth, nor than its multiplications at the
+measured rate; the share is the larger of the two over the time it took. Weights and the KV pool are read from
+memory, activations from the second-level cache. `--products` is how many int8 products one multiplication of
+the fast path costs. Times are of both threads together (core time), best of the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cpu_step import CONTEXT, decode, load, prefill, run
+from roofline import CACHED_BYTES, multiplications, read_bandwidth
+
+from headrace.backends.cpu.backend import CpuBackend
+from headrace.backends.cpu.ops import CpuOps
+from headrace.backends.runner import OpsRunner
+from headrace.clock import SystemClock
+from headrace.group import SingleRank
+from headrace.interfaces import LoadedModel, Runner
+from headrace.types import EngineSettings, ForwardBatch
+
+CASES: Mapping[str, Callable[[], ForwardBatch]] = {
+    "decode-1": lambda: decode(1, 0.0),
+    "decode-16": lambda: decode(16, 0.0),
+    "decode-64": lambda: decode(64, 0.0),
+    "decode-1-at-4000": lambda: decode(1, 0.0, 4000),
+    "prefill-120": lambda: prefill(120, 0),
+    "prefill-512": lambda: prefill(512, 0),
+}
+ROUNDS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What all threads reach together."""
+
+    memory: float
+    cache: float
+    int8: float
+    bf16: float
+
+
+@dataclass(slots=True)
+class Work:
+    """What one kind of operation does in a step, all layers together."""
+
+    memory_bytes: float = 0.0
+    cache_bytes: float = 0.0
+    multiplications: float = 0.0
+    rate: str = "int8"
+
+    def seconds(self, machine: Machine, products: int) -> tuple[float, str]:
+        """Return the least wall time it can take, and what bounds it."""
+        times = {
+            "memory": self.memory_bytes / machine.memory,
+            "cache": self.cache_bytes / machine.cache,
+            "arithmetic": self.multiplications
+            * (products / machine.int8 if self.rate == "int8" else 1 / machine.bf16),
+        }
+        name = max(times, key=lambda key: times[key])
+        return times[name], name
+
+
+@contextmanager
+def noted_weights(held: list[Any]) -> Iterator[None]:
+    """Collect the weights that the fast path multiplies by, in the order of the forward."""
+    from headrace.backends.cpu.fast.recorder import Recorder
+
+    linear = Recorder.linear
+
+    def noted(self: Any, x: Any, weight: Any) -> Any:
+        held.append(weight)
+        return linear(self, x, weight)
+
+    Recorder.linear = noted  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Recorder.linear = linear  # type: ignore[method-assign]
+
+
+def work_of(model: LoadedModel, weights: list[Any], batch: ForwardBatch) -> dict[str, Work]:
+    """Return the work of each kind of operation, by the fast path's names."""
+    rows, samples = len(batch.token_ids), len(batch.sample_rows)
+    found: dict[str, Work] = defaultdict(Work)
+    hidden = weights[0].in_size
+    head = weights[-1]
+    for weight in weights:
+        columns = sum(run.num_columns for run in weight.runs)
+        used = samples if weight is head else rows
+        for part in weight.runs:
+            work = found[f"linear {weight.in_size} x {part.num_columns * 16}"]
+            work.memory_bytes += weight.num_bytes * part.num_columns / columns
+            work.multiplications += used * weight.in_size * part.num_columns * 16
+    lengths, starts = batch.kv_lens[0], batch.query_starts
+    attention = found["attention"]
+    attention.rate = "bf16"
+    for group in model.architecture.kv_groups():
+        row_bytes = 2 * 2 * group.num_kv_heads * group.head_dim
+        for sequence, length in enumerate(lengths):
+            count = int(starts[sequence + 1] - starts[sequence])
+            seen = (
+                int(length)
+                if group.sliding_window is None
+                else min(int(length), group.sliding_window)
+            )
+            attention.memory_bytes += len(group.layers) * seen * row_bytes
+            pairs = count * (seen - (count - 1) / 2) if count <= seen else seen * seen / 2
+            attention.multiplications += 2 * len(group.layers) * pairs * hidden
+    layers = sum(len(group.layers) for group in model.architecture.kv_groups())
+    inner = max(weight.in_size for weight in weights[:-1])
+    found["norm"].cache_bytes = 16.0 * rows * hidden * (2 * layers + 1)
+    found["quantize"].cache_bytes = 6.0 * rows * hidden * layers
+    for name in ("silu", "gelu"):
+        found[name].cache_bytes = 12.0 * rows * inner * layers
+    found["rope"].cache_bytes = 8.0 * rows * hidden * layers
+    found["embed"].cache_bytes = 5.0 * rows * hidden
+    found["sample"].cache_bytes = 4.0 * samples * head.out_size
+    return found
+
+
+def fast_times(runner: Any, batch: ForwardBatch) -> dict[str, float]:
+    """Return core seconds per kind of operation, of the best step; the draw is timed apart."""
+    run(runner, [batch] * 3)
+    steps = [runner.profile(batch) for _ in range(ROUNDS)]
+    best = min(steps, key=lambda parts: sum(parts.values()))
+    times = {name: milliseconds / 1e3 for name, milliseconds in best.items()}
+    times["sample"] = min(draw_seconds(runner, batch) for _ in range(ROUNDS))
+    return times
+
+
+def draw_seconds(runner: Runner, batch: ForwardBatch) -> float:
+    handle = runner.execute(batch)
+    start = time.perf_counter()
+    handle.sample()
+    handle.result()
+    return time.perf_counter() - start
+
+
+class TimedOps:
+    """CpuOps whose every call adds its wall seconds to `spent`, under the operation's name and width."""
+
+    def __init__(self, ops: CpuOps) -> None:
+        self._ops = ops
+        self.spent: dict[str, float] = defaultdict(float)
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._ops, name)
+        if not callable(call):
+            return call
+
+        def timed(*arguments: Any, **options: Any) -> Any:
+            start = time.perf_counter()
+            result = call(*arguments, **options)
+            seconds = time.perf_counter() - start
+            width = f" {arguments[0].shape[1]} x {result.shape[1]}" if name == "linear" else ""
+            self.spent[name + width] += seconds
+            return result
+
+        return timed
+
+
+def reference_times(runner: OpsRunner, ops: TimedOps, batch: ForwardBatch) -> dict[str, float]:
+    """Return wall seconds per operation of the best step."""
+    run(runner, [batch] * 2)
+    found: list[dict[str, float]] = []
+    for _ in range(ROUNDS):
+        ops.spent.clear()
+        run(runner, [batch])
+        found.append(dict(ops.spent))
+    return min(found, key=lambda parts: sum(parts.values()))
+
+
+SAME = {
+    "norm": ("rms_norm", "add_rms_norm"),
+    "rope": ("rope_write_kv",),
+    "attention": ("paged_attention",),
+    "silu": ("silu_mul",),
+    "gelu": ("gelu_mul",),
+}
+"""The fast path's names of what the reference path calls otherwise."""
+
+
+def show(
+    times: Mapping[str, float],
+    work: Mapping[str, Work],
+    machine: Machine,
+    products: int,
+    threads: int,
+) -> None:
+    """Print a line per operation: core time, the least core time, what bounds it, and the share reached."""
+    total = sum(times.values())
+    named = {other: name for name, others in SAME.items() for other in others}
+    merged: dict[str, float] = defaultdict(float)
+    for name, seconds in times.items():
+        merged[named.get(name, name)] += seconds
+    print(f"  {'operation':28}{'core ms':>9}{'of step':>9}{'least':>9}  bound by    reached")
+    for name, seconds in sorted(merged.items(), key=lambda item: -item[1]):
+        task = work.get(name)
+        line = f"  {name:28}{1e3 * seconds:9.3f}{100 * seconds / total:8.1f}%"
+        if task is not None and seconds > 0:
+            least, bound = task.seconds(machine, products)
+            line += (
+                f"{1e3 * threads * least:9.3f}  {bound:12}{100 * threads * least / seconds:6.0f} %"
+            )
+        print(line)
+    print(f"  {'all':28}{1e3 * total:9.3f}")
+
+
+def measure_machine(threads: int) -> Machine:
+    machine = Machine(
+        memory=read_bandwidth(threads),
+        cache=read_bandwidth(threads, CACHED_BYTES),
+        int8=multiplications(threads, "int8"),
+        bf16=multiplications(threads, "bf16"),
+    )
+    print(
+        f"{threads} threads: memory {machine.memory / 1e9:.1f} GB/s, second-level cache "
+        f"{machine.cache / 1e9:.0f} GB/s, int8 {machine.int8 / 1e9:.0f} and bf16 "
+        f"{machine.bf16 / 1e9:.0f} G multiplications/s"
+    )
+    return machine
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--path", choices=("fast", "reference", "both"), default="fast")
+    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--products", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    threads = options.threads
+    machine = measure_machine(threads)
+    settings = EngineSettings(num_threads=threads, max_model_len=4096)
+    CpuBackend.open(0, None, SystemClock())
+    model = load(options.model)
+    from headrace.backends.cpu.fast.runner import FastRunner
+
+    weights: list[Any] = []
+    with noted_weights(weights):
+        fast = FastRunner(model, SingleRank(), settings)
+    ops = TimedOps(CpuOps(settings))
+    slow = None
+    if options.path != "fast":
+        slow = OpsRunner(ops, model, SingleRank(), settings, schemes=CpuOps.schemes)  # type: ignore[arg-type]
+    for runner in (fast, slow):
+        if runner is not None:
+            runner.allocate(64 * (CONTEXT // 16 + 2))
+            runner.warm_up(lambda fraction: None)
+    for name in options.cases.split(","):
+        batch = CASES[name]()
+        work = work_of(model, weights, batch)
+        if options.path != "reference":
+            print(f"{name}, fast path")
+            times = fast_times(fast, batch)
+            times["sample"] *= threads
+            show(times, work, machine, options.products, threads)
+        if slow is not None:
+            print(f"{name}, reference path")
+            times = {
+                key: threads * value for key, value in reference_times(slow, ops, batch).items()
+            }
+            show(times, work, machine, 1, threads)
+    for runner in (fast, slow):
+        if runner is not None:
+            runner.close()
+
+
+if __name__ == "__main__":
+    main()
