@@ -30,6 +30,8 @@ class Ranking:
         self._asked_at: float | None = None
         """When the policy wants to be asked again; None: it does not say, inf: never."""
         self._num_publications = -1
+        self.num_to_start: float = math.inf
+        """How many more of the order may start while prompts are being computed."""
 
     def note_arrival(self, sequence: Sequence) -> None:
         """Someone waits who did not: its view stays as it is now until it starts."""
@@ -68,6 +70,9 @@ class Ranking:
         if hasattr(chosen, "next_decision_at"):
             at = self._policy.next_decision_at(view)  # type: ignore[attr-defined]
             self._asked_at = math.inf if at is None else at
+        self.num_to_start = math.inf
+        if hasattr(chosen, "num_to_start"):
+            self.num_to_start = self._policy.num_to_start(view)  # type: ignore[attr-defined]
         return [by_view[id(each)] for each in order]
 
     def _look_up_prefixes(self, waiting: list[Sequence]) -> None:

@@ -239,10 +239,13 @@ class Scheduler:
         if self._ranking.is_due(now, has_free_slot=bool(self._free_slots)):
             self.waiting = self._ranking.order(self.waiting, self._refresh_view())
         for sequence in list(self.waiting):
+            if self._ranking.num_to_start <= 0 and not all(map(decodes, self.running)):
+                return
             if not self._can_start(sequence) and not self._try_make_way(sequence, plan):
                 return
             self.waiting.remove(sequence)
             self._start(sequence)
+            self._ranking.num_to_start -= 1
 
     def _can_start(self, sequence: Sequence) -> bool:
         """Whether a slot is free, and blocks for all its tokens beside what the others still need."""

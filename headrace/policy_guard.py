@@ -238,6 +238,16 @@ class SchedulingGuard(PolicyGuard[SchedulingPolicy]):
             self._strike("next_decision_at", error)
             return None
 
+    def num_to_start(self, view: SchedulerView) -> float:
+        """Return how many of the order may start while prompts are being computed; inf: all."""
+        if self.is_benched or not hasattr(self._policy, "num_to_start"):
+            return math.inf
+        try:
+            return checked_count(self._timed(lambda: self._policy.num_to_start(view)))  # type: ignore[attr-defined]
+        except (Exception, SystemExit, PolicyTimeout) as error:
+            self._strike("num_to_start", error)
+            return math.inf
+
 
 class EvictionGuard(PolicyGuard[EvictionPolicy]):
     kind: ClassVar[str] = "eviction"
@@ -289,6 +299,13 @@ def checked_time(answer: Any) -> float | None:
     if isinstance(answer, bool) or not isinstance(answer, (int, float)) or math.isnan(answer):
         raise Nonsense(f"the time is no number and not None: {answer!r}")
     return float(answer)
+
+
+def checked_count(answer: Any) -> int:
+    """Return the answer of `num_to_start`: 0 or more."""
+    if isinstance(answer, bool) or not isinstance(answer, int) or answer < 0:
+        raise Nonsense(f"the number to start is no whole number of at least 0: {answer!r}")
+    return answer
 
 
 def checked_key(answer: Any, now: float) -> tuple[tuple[float, ...], float | None]:

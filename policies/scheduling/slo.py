@@ -41,6 +41,7 @@ class LatencyTargets:
     def __init__(self, options: Options | None = None) -> None:
         self._options = options or self.Options()
         self._next_late_at: float | None = None
+        self._num_to_start = 0
 
     def rank_waiting(
         self, waiting: Sequence[RequestView], view: SchedulerView
@@ -58,7 +59,12 @@ class LatencyTargets:
         ahead = [time for time in latest_starts if time > view.now]
         ahead += [request.arrival_time + self._options.patience for request in others]
         self._next_late_at = min(ahead, default=None)
+        self._num_to_start = len(first) + len(in_time)
         return [*first, *in_time, *late]
+
+    def num_to_start(self, view: SchedulerView) -> int:
+        """Late ones start one by one, when no prompt is being computed."""
+        return self._num_to_start
 
     def next_decision_at(self, view: SchedulerView) -> float | None:
         return self._next_late_at
