@@ -83,6 +83,7 @@ def resolve_engine(
         block_size=engine.block_size,
         prefix_caching=engine.prefix_caching,
         deterministic=engine.deterministic,
+        activations=engine.activations,
     )
 
 

@@ -122,6 +122,7 @@ def test_what_is_given_is_kept() -> None:
         block_size=32,
         prefix_caching=False,
         deterministic=True,
+        activations="int8",
     )
     settings = resolve_engine(engine, replicas=2, stored_dtype="bfloat16", resources=HOST)
     assert settings.dtype == "float32"
@@ -136,6 +137,7 @@ def test_what_is_given_is_kept() -> None:
         "block_size",
         "prefix_caching",
         "deterministic",
+        "activations",
     ):
         assert getattr(settings, name) == getattr(engine, name)
 
