@@ -11,6 +11,13 @@ def decodes(sequence: Sequence) -> bool:
     return sequence.has_begun and sequence.num_pending_tokens == 1
 
 
+def planned_decode(sequence: Sequence) -> PlannedSequence:
+    """Return the entry of a sequence that computes its last token and draws the next."""
+    if len(sequence.family.sequences) == 1:
+        return PlannedSequence(sequence, 1, 0, [sequence])
+    return planned(sequence, 1)
+
+
 def planned(sequence: Sequence, num_tokens: int, num_score_rows: int = 0) -> PlannedSequence:
     """Return an entry of a plan; at the end of its pending tokens a sequence draws, its family with it."""
     drawing: list[Sequence] = []

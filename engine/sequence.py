@@ -97,7 +97,8 @@ class Sequence:
     @property
     def num_pending_tokens(self) -> int:
         """Tokens whose keys and values no step computes yet; 1 for a sequence that decodes."""
-        return self.num_expected_tokens - self.next_position
+        num_planned = self.num_computed_tokens + self.num_flying_tokens
+        return len(self.token_ids) + (self.flying_row >= 0) - num_planned
 
     @property
     def num_expected_tokens(self) -> int:

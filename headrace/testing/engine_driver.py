@@ -118,9 +118,16 @@ class EngineDriver:
 
 
 def make_engine_driver(
-    num_blocks: int = 64, *, policy: SchedulingPolicy | None = None, **settings: Any
+    num_blocks: int = 64,
+    *,
+    policy: SchedulingPolicy | None = None,
+    runs_ahead: bool = False,
+    **settings: Any,
 ) -> EngineDriver:
-    """Return an engine with a pool of `num_blocks`; `settings` are fields of EngineSettings."""
+    """Return an engine with a pool of `num_blocks`; `settings` are fields of EngineSettings.
+
+    `runs_ahead`: each step is planned and launched while the one before it runs.
+    """
     engine_settings = EngineSettings(
         **{"block_size": 16, "max_model_len": 512, "max_num_sequences": 8, **settings}
     )
@@ -131,7 +138,7 @@ def make_engine_driver(
         vocab_size=tokenizer.vocab_size,
         settings=engine_settings,
         clock=clock,
-        device=SimulatedDevice(DRIVER_STEP_TIME),
+        device=SimulatedDevice(DRIVER_STEP_TIME, runs_ahead=runs_ahead),
     )
     runner.allocate(num_blocks)
     engine = Engine(
