@@ -21,6 +21,7 @@ import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from headrace.errors import ErrorInfo
+from headrace.gateway.corked import CorkedTransport
 from headrace.gateway.errors import error_object
 from headrace.gateway.middleware import HANG_UP
 
@@ -56,7 +57,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._head_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        super().connection_made(CorkedTransport(transport, self.loop))
         self._start_receiving()
 
     def data_received(self, data: bytes) -> None:

@@ -67,13 +67,17 @@ class Relay:
         upstream = replica.upstream
         assert upstream is not None
         content = self.body.bytes_for(upstream.upstream_model)
-        async with upstream.open(self.record.endpoint, content, self.headers) as exchange:
+        exchange = upstream.begin()
+        try:
+            await exchange.send(upstream.request(self.record.endpoint, content, self.headers))
             if exchange.status >= 400:
                 await self._refused(upstream, exchange)
             elif exchange.content_type.startswith("text/event-stream"):
                 await self._stream(upstream, exchange)
             else:
                 await self._whole(upstream, exchange)
+        finally:
+            await exchange.close()
 
     async def _refused(self, upstream: Upstream, exchange: Exchange) -> None:
         """Hand on what the caller can do something about; raise the rest."""

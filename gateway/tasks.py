@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 
 import anyio
@@ -15,23 +16,20 @@ async def until_disconnected(receive: Receive, work: Callable[[], Awaitable[None
 
     `receive` must have given the whole body already: what comes next is the disconnect.
     """
-    finished = False
-
-    async def watch(scope: anyio.CancelScope) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        scope.cancel()
-
-    try:
-        async with anyio.create_task_group() as group:
-            group.start_soon(watch, group.cancel_scope)
+    with anyio.CancelScope() as scope:
+        watch = asyncio.get_running_loop().create_task(_watch(receive, scope))
+        try:
             await work()
-            finished = True
-            group.cancel_scope.cancel()
-    except BaseExceptionGroup as errors:
-        raise first_error(errors) from None
-    if not finished:
-        raise RequestAborted("the client closed the connection")
+            return
+        finally:
+            watch.cancel()
+    raise RequestAborted("the client closed the connection")
+
+
+async def _watch(receive: Receive, scope: anyio.CancelScope) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    scope.cancel()
 
 
 def first_error(errors: BaseExceptionGroup) -> BaseException:

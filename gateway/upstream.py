@@ -7,9 +7,8 @@ the rest. Probes are hints: they tell when a server that failed may be tried aga
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Mapping
-from types import TracebackType
+from typing import NoReturn
 
 import aiohttp
 import httpx
@@ -59,29 +58,74 @@ class _Listing(msgspec.Struct):
 _LISTING = msgspec.json.Decoder(_Listing)
 
 
-class Exchange:
-    """One answer, its head read. `read` gives the body, piece by piece as it arrives."""
+class _PlainRequest(httpx.Request):
+    """What the transport reads of a request, without the work that httpx's own constructor does."""
 
-    def __init__(self, upstream: Upstream, response: httpx.Response, deadline: float) -> None:
-        stream = response.stream
-        assert isinstance(stream, httpx.AsyncByteStream)
+    def __init__(
+        self,
+        method: str,
+        url: httpx.URL,
+        headers: Mapping[str, str],
+        content: bytes,
+        timeout: float,
+    ) -> None:
+        self.method = method
+        self.url = url
+        self.headers = headers  # type: ignore[assignment]
+        self.extensions = {"timeout": {"connect": timeout}}
+        self._content = content
+
+
+class Exchange:
+    """One request to another server and its answer, piece by piece as it arrives.
+
+    Only time spent waiting for the other server counts as its silence: until the first piece of the
+    body `first_byte_timeout` in all, between two pieces `idle_timeout`.
+    """
+
+    def __init__(self, upstream: Upstream, waiting: set[Exchange]) -> None:
+        self.status = 0
+        self.content_type = "application/json"
+        self.headers = httpx.Headers()
+        self._upstream = upstream
+        self._waiting = waiting
+        self._limit = upstream.entry.first_byte_timeout
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        self._since: float | None = self._loop.time()
+        self._timer = self._loop.call_later(self._limit, self._check)
+        self._is_expired = False
+        self._has_begun = False
+        self._stream: httpx.AsyncByteStream | None = None
+        self._chunks: AsyncIterator[bytes] | None = None
+        waiting.add(self)
+
+    async def send(self, request: httpx.Request) -> None:
+        """Send the request and wait for the answer's head. Raises UpstreamFailed or UpstreamTimeout."""
+        try:
+            response = await self._upstream.send(request)
+        except BaseException as error:
+            self._raise(error)
         self.status = response.status_code
         self.headers = response.headers
-        self.content_type: str = response.headers.get("content-type", "application/json")
-        self._upstream = upstream
-        self._chunks = stream.__aiter__()
-        self._deadline = deadline
-        self._has_begun = False
+        self.content_type = response.headers.get("content-type", self.content_type)
+        assert isinstance(response.stream, httpx.AsyncByteStream)
+        self._stream = response.stream
+        self._chunks = self._stream.__aiter__()
 
     async def read(self) -> bytes | None:
         """Return the next piece; None at the end. Raises UpstreamFailed or UpstreamTimeout."""
-        upstream = self._upstream
+        assert self._chunks is not None
         if self._has_begun:
-            async with upstream.patience(asyncio.timeout(upstream.entry.idle_timeout)):
-                return await anext(self._chunks, None)
-        self._has_begun = True
-        async with upstream.patience(asyncio.timeout_at(self._deadline), is_first=True):
-            return await anext(self._chunks, None)
+            self._since = self._loop.time()
+        try:
+            chunk = await anext(self._chunks, None)
+        except BaseException as error:
+            self._raise(error)
+        self._since = None
+        if not self._has_begun:
+            self._begin()
+        return chunk
 
     async def read_all(self, max_bytes: int) -> bytes:
         """Return the rest of the body. Raises UpstreamFailed where it is longer than `max_bytes`."""
@@ -96,41 +140,49 @@ class Exchange:
             pieces.append(piece)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
+    async def close(self) -> None:
+        """End the exchange; one that is not over closes its connection, which tells the other server."""
+        self._timer.cancel()
+        self._waiting.discard(self)
+        if self._stream is not None:
+            await self._stream.aclose()
 
-class _Patience:
-    """A timeout whose end, like every fault of the connection, becomes a failure of the replica."""
+    def expire(self) -> None:
+        """End the wait that is under way: the other server is taken for dead."""
+        if self._since is not None and self._task is not None:
+            self._is_expired = True
+            self._task.cancel()
 
-    __slots__ = ("_timer", "_upstream", "_waiting")
+    def _begin(self) -> None:
+        self._has_begun = True
+        self._waiting.discard(self)
+        self._limit = self._upstream.entry.idle_timeout
+        self._timer.cancel()
+        self._timer = self._loop.call_later(self._limit, self._check)
 
-    def __init__(
-        self, upstream: Upstream, timer: asyncio.Timeout, waiting: set[asyncio.Timeout] | None
-    ) -> None:
-        self._upstream = upstream
-        self._timer = timer
-        self._waiting = waiting
+    def _check(self) -> None:
+        """Expire where the other server has been silent for too long; else look again when it could be."""
+        now = self._loop.time()
+        left = self._limit if self._since is None else self._since + self._limit - now
+        if left > 0:
+            self._timer = self._loop.call_later(left, self._check)
+        else:
+            self.expire()
 
-    async def __aenter__(self) -> None:
-        if self._waiting is not None:
-            self._waiting.add(self._timer)
-        await self._timer.__aenter__()
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._waiting is not None:
-            self._waiting.discard(self._timer)
+    def _raise(self, error: BaseException) -> NoReturn:
+        """Raise what a fault of the connection means."""
+        self._since = None
         name = f"replica '{self._upstream.id}'"
-        try:
-            await self._timer.__aexit__(kind, error, traceback)
-        except TimeoutError:
-            raise UpstreamTimeout(f"{name} kept silent for too long") from None
+        if isinstance(error, asyncio.CancelledError) and self._is_expired:
+            assert self._task is not None
+            self._is_expired = False
+            if self._task.uncancel() == 0:
+                raise UpstreamTimeout(f"{name} kept silent for too long") from None
         if isinstance(error, httpx.ConnectError):
             raise UpstreamFailed(f"{name} cannot be reached") from error
         if isinstance(error, (httpx.HTTPError, aiohttp.ClientError, OSError)):
             raise UpstreamFailed(f"{name} broke off") from error
+        raise error
 
 
 class Upstream:
@@ -153,7 +205,6 @@ class Upstream:
         self.max_model_len: int | None = None
         """What it says of itself in /v1/models, where it does."""
         self.entry = entry
-        self._extensions = {"timeout": {"connect": entry.connect_timeout}}
         self._breaker = breaker
         self._clock = clock
         self._base = entry.url.rstrip("/").removesuffix("/v1")
@@ -166,7 +217,7 @@ class Upstream:
         self._transport: AiohttpTransport | None = None
         self._prober: asyncio.Task[None] | None = None
         self._settled = asyncio.Event()
-        self._waiting: set[asyncio.Timeout] = set()
+        self._waiting: set[Exchange] = set()
         self._num_failed_probes = 0
         self._log = structlog.get_logger("headrace.gateway").bind(replica=client_id)
 
@@ -214,36 +265,17 @@ class Upstream:
 
     # --- exchanges --------------------------------------------------------------
 
-    @contextlib.asynccontextmanager
-    async def open(
-        self, path: str, body: bytes, headers: Mapping[str, str]
-    ) -> AsyncIterator[Exchange]:
-        """Send a request and wait for the answer's head. Raises UpstreamFailed or UpstreamTimeout.
+    def begin(self) -> Exchange:
+        """Return an exchange that is not sent yet. Whoever begins one closes it."""
+        return Exchange(self, self._waiting)
 
-        Leaving early closes the connection, so that the other server sees that nobody waits. Its
-        silence is bounded: the first piece of the body within `first_byte_timeout`, later ones within
-        `idle_timeout`.
-        """
-        request = httpx.Request(
-            "POST",
-            self._url(path),
-            content=body,
-            headers={**self._headers, **headers},
-            extensions=self._extensions,
+    def request(self, path: str, body: bytes, headers: Mapping[str, str]) -> httpx.Request:
+        """Return a request for a path under the other server's base URL."""
+        return _PlainRequest(
+            "POST", self._url(path), {**self._headers, **headers}, body, self.entry.connect_timeout
         )
-        deadline = asyncio.get_running_loop().time() + self.entry.first_byte_timeout
-        async with self.patience(asyncio.timeout_at(deadline), is_first=True):
-            response = await self._send(request)
-        try:
-            yield Exchange(self, response, deadline)
-        finally:
-            await response.stream.aclose()  # type: ignore[union-attr]
 
-    def patience(self, timer: asyncio.Timeout, *, is_first: bool = False) -> _Patience:
-        """Return the context of one wait; a `first` one also ends when probes find the server dead."""
-        return _Patience(self, timer, self._waiting if is_first else None)
-
-    async def _send(self, request: httpx.Request) -> httpx.Response:
+    async def send(self, request: httpx.Request) -> httpx.Response:
         """Send, a second time where a connection kept from before turned out to be closed."""
         transport = self._opened()
         try:
@@ -279,12 +311,8 @@ class Upstream:
 
     async def _probe(self) -> str | None:
         """Ask for the models; return what went wrong."""
-        request = httpx.Request(
-            "GET",
-            self._url("/v1/models"),
-            headers=self._headers,
-            extensions=self._extensions,
-        )
+        url, patience = self._url("/v1/models"), self.entry.connect_timeout
+        request = _PlainRequest("GET", url, self._headers, b"", patience)
         try:
             async with asyncio.timeout(self.entry.connect_timeout):
                 response = await self._opened().handle_async_request(request)
@@ -327,8 +355,8 @@ class Upstream:
             self._log.warning("server behind does not answer", url=self._base, reason=problem)
         if self._num_failed_probes == _MAX_FAILED_PROBES and self._state == "ready":
             self._breaker.trip(now)
-            for timer in tuple(self._waiting):
-                timer.reschedule(0.0)
+            for exchange in tuple(self._waiting):
+                exchange.expire()
 
 
 def _session() -> aiohttp.ClientSession:

@@ -95,9 +95,9 @@ class Gateway:
             host=host, port=port, models=tuple(model.name for model in config.models)
         )
         self._router = build_router(config, registries)
-        self._observers = Observers(
-            [functools.partial(notify, manager, "headrace_request_finished")]
-        )
+        is_observed = manager.hook.headrace_request_finished.get_hookimpls()
+        told = functools.partial(notify, manager, "headrace_request_finished")
+        self._observers = Observers([told] if is_observed else [])
         state = GatewayState(
             config=config,
             router=self._router,
@@ -145,6 +145,7 @@ class Gateway:
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                proxy_headers=False,
                 http=functools.partial(  # type: ignore[arg-type]
                     HttpProtocol,
                     stall_timeout=gateway.stall_timeout + _CUT_OFF_SECONDS,
