@@ -129,7 +129,7 @@ class RedisLimitStore:
                     await self._send_pending()
                 if self._now() >= renew_at:
                     renew_at = self._now() + _RENEW_SECONDS
-                    await self._renew()
+                    await self.renew()
         finally:
             with anyio.CancelScope(shield=True), anyio.move_on_after(1.0):
                 while self._pending and self._now() >= self._down_until:
@@ -156,7 +156,8 @@ class RedisLimitStore:
                 self._pending.appendleft((holder, held))
         await anyio.sleep(max(0.01, self._down_until - self._now()))
 
-    async def _renew(self) -> None:
+    async def renew(self) -> None:
+        """Tell Redis, which may be a new one, what is held here, for as long as a lease again."""
         keys: list[str] = []
         arguments: list[Any] = [int(_LEASE_SECONDS * 1000)]
         for holder, charges in self._leases.items():

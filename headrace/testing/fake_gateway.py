@@ -15,7 +15,6 @@ from headrace.config.schema import GatewayConfig
 from headrace.gateway.admission import AdmissionGate
 from headrace.gateway.app import create_app
 from headrace.gateway.auth import Authenticator
-from headrace.gateway.limit_store import LimitStore
 from headrace.gateway.metrics import GatewayMetrics
 from headrace.gateway.observers import Observers
 from headrace.gateway.replica import Replica
@@ -57,7 +56,6 @@ class FakeGateway:
         clock: Clock | None = None,
         environ: Mapping[str, str] | None = None,
         routing: RoutingPolicy | None = None,
-        store: LimitStore | None = None,
         tracing: Tracing | None = None,
     ) -> None:
         self.engines = engines or (FakeClient(),)
@@ -74,7 +72,7 @@ class FakeGateway:
             metrics=self.metrics,
             clock=clock or SystemClock(),
             observers=Observers([self._observe]),
-            admission=AdmissionGate(admission, ledger=self.router.ledger, store=store),
+            admission=AdmissionGate(admission, ledger=self.router.ledger),
             authenticator=Authenticator(config, environ or {}),
             limits=limits or Limits(),
             tracing=tracing,
