@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from headrace.backends.quantized import quantized
 from headrace.backends.warm_up import warm_up_steps
-from headrace.errors import ModelError
 from headrace.interfaces import Group, LoadedModel, LoadSettings, Ops, QuantizationPolicy
 from headrace.types import (
     EngineSettings,
@@ -68,8 +68,7 @@ class OpsRunner:
         `report("load", fraction)` is told how far it is. Raises ModelError where a tensor is absent
         or misshapen, or where `quantization` wants a scheme that this runner cannot make.
         """
-        if quantization is not None:
-            check_schemes(model, quantization)
+        model = quantized(model, quantization)
         self._ops = ops
         self._group = group
         self._settings = settings
@@ -160,17 +159,3 @@ class OpsRunner:
 def share_of(spec: KVGroupSpec, group: Group) -> KVGroupSpec:
     """What one rank stores of a group of layers: its share of the heads."""
     return msgspec.structs.replace(spec, num_kv_heads=spec.num_kv_heads // group.size)
-
-
-def check_schemes(model: LoadedModel, quantization: QuantizationPolicy) -> None:
-    """Ask the policy about every matrix before any is read; weights are held as stored."""
-    for name in model.tensors.names():
-        stored, shape = model.tensors.scheme(name)
-        if len(shape) != 2:
-            continue
-        wanted = quantization.scheme_for(name, shape, stored)
-        if wanted is not None and wanted != stored:
-            raise ModelError(
-                f"quantization policy '{quantization.name}' wants tensor '{name}' in {wanted}, but "
-                f"this backend holds weights as they are stored ({stored}); use the policy 'none'"
-            )

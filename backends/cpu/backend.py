@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Self
 
 import structlog
 
+from headrace.errors import ConfigError
 from headrace.interfaces import Availability, Clock, Group, LoadedModel, QuantizationPolicy, Runner
 from headrace.types import EngineSettings
 
@@ -67,6 +68,11 @@ class CpuBackend:
                 return FastRunner(model, group, settings, quantization=quantization, report=report)
             except UnsupportedModel as unsupported:
                 reason = str(unsupported)
+        if settings.activations != "precise":
+            raise ConfigError(
+                f"models.*.engine.activations is {settings.activations}, which only the CPU's fast path "
+                f"computes, and that cannot serve '{model.name}' here: {reason}; set it to precise"
+            )
         structlog.get_logger(__name__).info("reference path", model=model.name, reason=reason)
         from headrace.backends.cpu.ops import CpuOps
         from headrace.backends.runner import OpsRunner

@@ -10,7 +10,6 @@ from headrace.interfaces.device import Group, Ops
 from headrace.types import KVGroupSpec, WeightPart
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
 
@@ -102,9 +101,10 @@ class LoadedModel:
     """Dequantizes a block scheme to f32 rows."""
 
 
-class QuantizedPart(Protocol):
-    """A named array of a quantized weight that says which axis follows out and in."""
+@dataclass(frozen=True, slots=True)
+class QuantizedPart:
+    """A named array of a quantized weight that says which axis follows out and in (None: neither)."""
 
-    array: NDArray[np.generic]
+    array: NDArray[Any]
     out_axis: int | None
     in_axis: int | None

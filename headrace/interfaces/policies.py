@@ -7,7 +7,7 @@ Every policy is built as `cls(options)` where `options` is an instance of the cl
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from headrace.types import (
     AdmissionView,
@@ -25,6 +25,8 @@ from headrace.types import (
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+    from headrace.interfaces.model import QuantizedPart
 
 
 class SchedulingPolicy(Protocol):
@@ -78,7 +80,10 @@ class QuantizationPolicy(Protocol):
     name: ClassVar[str]
 
     def scheme_for(self, tensor_name: str, shape: tuple[int, ...], stored_as: str) -> str | None:
-        """Return the scheme to hold this tensor in; None: as stored."""
+        """Return the scheme to hold this matrix in (q8_0 or q4_1); None: as stored.
+
+        Asked about every matrix before any is read; a ValueError refuses the model with its message.
+        """
         ...
 
     def quantize(
@@ -86,8 +91,11 @@ class QuantizationPolicy(Protocol):
         weight: NDArray[np.float32],
         scheme: str,
         statistics: Mapping[str, NDArray[np.float32]] | None,
-    ) -> Mapping[str, Any]:
-        """Return the parts of `weight` [out, in] in `scheme`: named headrace.interfaces.QuantizedPart."""
+    ) -> Mapping[str, QuantizedPart]:
+        """Return the scheme's parts of whole rows of a weight, [rows, in] f32; docs/plugins.md lists them.
+
+        A large matrix comes in several calls. `statistics` of activations are None: none are gathered.
+        """
         ...
 
 

@@ -41,6 +41,8 @@ from headrace.types import (
 )
 
 _SIZES = (0, 1, 2, 3, 17, 200)
+_MOST_LOST = 0.25
+"""Root of the mean square error that a scheme may cost; 4 bits and a scale per 32 cost 0.08."""
 _TENSORS = (
     ("model.embed_tokens.weight", (256, 64), "bf16"),
     ("model.layers.0.self_attn.q_proj.weight", (64, 64), "f32"),
@@ -118,8 +120,14 @@ def check_admission_policy(make: Callable[[], AdmissionPolicy], *, seed: int = 0
 
 
 def check_quantization_policy(make: Callable[[], QuantizationPolicy], *, seed: int = 0) -> None:
-    """Schemes are names or None and always the same; parts are named arrays that say their axes."""
+    """Schemes are names or None and always the same; parts are named arrays that say their axes.
+
+    Those of a scheme that backends hold are assembled, and must come back as about the same weight.
+    """
     import numpy as np
+
+    from headrace.backends.quantized import SCHEMES, assemble
+    from headrace.models.dequantize import to_float32
 
     policy, twin = make(), make()
     check_class("quantization policy", QuantizationPolicy, type(policy), "checked")
@@ -136,10 +144,20 @@ def check_quantization_policy(make: Callable[[], QuantizationPolicy], *, seed: i
         with _judging(policy, "quantize"):
             weight = generator.standard_normal(shape).astype(np.float32)
             parts = policy.quantize(weight.copy(), scheme, None)
+            given = weight.copy()
+            again = policy.quantize(given, scheme, None)
+            _require(np.array_equal(given, weight), f"changed the weight {name} it was given")
             _require(bool(parts), f"made no parts of {name}")
             for part_name, part in parts.items():
                 for attribute in ("array", "out_axis", "in_axis"):
                     _require(hasattr(part, attribute), f"part {part_name!r} has no `{attribute}`")
+                same = np.array_equal(part.array, again[part_name].array)
+                _require(same, f"gave two versions of part {part_name!r} of {name}")
+            if scheme in SCHEMES:
+                rows = assemble(policy, weight, scheme, name)
+                error = to_float32(scheme, rows, shape) - weight
+                share = float(np.sqrt((error**2).sum() / (weight**2).sum()))
+                _require(share < _MOST_LOST, f"lost {share:.0%} of normal numbers in {scheme}")
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -200,6 +201,21 @@ def test_products_of_blocks(scheme: str, outputs: int, num_rows: int, num_thread
     found, _ = both(model, [rows_batch(num_rows)], settings_for(num_threads))
     expected = expected_product([part], rows[:num_rows])
     np.testing.assert_allclose(found, expected, atol=5e-4 * np.abs(expected).max(), rtol=0)
+
+
+@pytest.mark.parametrize("scheme", BLOCK_SCHEMES)
+def test_activations_of_8_bits(scheme: str) -> None:
+    """Each is off by at most half a 127th of its group's largest."""
+    inputs = 512 if scheme.endswith("k") else 96
+    part, rows = random_blocks(scheme, 50, inputs), input_rows(inputs)
+    settings = msgspec.structs.replace(settings_for(), activations="int8")
+    found, _ = both(product_model([part], rows), [rows_batch(13)], settings)
+    expected = expected_product([part], rows[:13])
+    largest = np.abs(rows[:13]).reshape(13, -1, 32).max(axis=2, keepdims=True)
+    dense = np.abs(to_float32(part.scheme, part.data, part.shape)).reshape(50, -1, 32)
+    most = np.einsum("rgo,ngi->rn", largest / 254, dense)
+    assert (np.abs(found - expected) <= 1.01 * most + 1e-4).all()
+    assert (np.abs(found - expected) > 1e-4 * np.abs(expected).max()).any()
 
 
 @pytest.mark.parametrize("scheme", ["f32", "f16", "bf16"])

@@ -226,7 +226,8 @@ def test_an_admission_breach_is_found(answer: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scheme", "message"), [(4, "gave 4"), ("", "gave ''"), ("int4", "no parts")]
+    ("scheme", "message"),
+    [(4, "gave 4"), ("", "gave ''"), ("int4", "no parts"), ("q8_0", "no parts")],
 )
 def test_a_quantization_breach_is_found(scheme: Any, message: str) -> None:
     class Odd(AsStored):

@@ -5,8 +5,8 @@ inputs. Lane i of a vector is output i; a 32-bit lane of codes holds 4 consecuti
 broadcast of 4 activation bytes meets 16 outputs. Rows are taken 8 at a time: codes are unpacked once.
 
 Activations come in one of three codings, by group of 32 inputs. WIDE: whole numbers of 15 bits, kept as two
-int8 (256 * high + low). NARROW: 8 bits. Both are followed by one record per group: scale f32, scale * sum f32, and
--128 times the sum of the codes, of the first 16 and of the last 16 (i32). BRAIN: bf16, for weights kept so.
+int8 (256 * high + low). NARROW: 8 bits. After either come records, one per group: scale f32, scale * sum f32,
+and -128 times the sum of the codes, of the first 16 and of the last 16 (i32). BRAIN: bf16, for such weights.
 docs/performance.md has what each costs and what was tried.
 """
 

@@ -14,7 +14,7 @@ import numpy as np
 from headrace.backends.cpu.fast import layout as at
 from headrace.backends.cpu.fast.arena import address
 from headrace.backends.cpu.fast.intrinsics import LANES
-from headrace.backends.cpu.fast.kernels_product import GROUP
+from headrace.backends.cpu.fast.kernels_product import GROUP, NARROW, WIDE
 from headrace.backends.cpu.fast.kv_pool import FastKVPool, bytes_per_block
 from headrace.backends.cpu.fast.packing import SCHEMES, UnsupportedModel
 from headrace.backends.cpu.fast.pool import ThreadPool
@@ -22,7 +22,7 @@ from headrace.backends.cpu.fast.recorder import Recorder
 from headrace.backends.cpu.fast.sampling import FastSampler
 from headrace.backends.cpu.fast.step_memory import StepMemory
 from headrace.backends.cpu.memory import available_memory
-from headrace.backends.runner import check_schemes
+from headrace.backends.quantized import quantized
 from headrace.backends.warm_up import warm_up_steps
 from headrace.interfaces import Group, LoadedModel, LoadSettings, QuantizationPolicy
 from headrace.types import (
@@ -38,6 +38,10 @@ from headrace.types import (
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+
+CODINGS = {"precise": WIDE, "int8": NARROW}
+"""`EngineSettings.activations` -> how they are coded."""
 
 
 def reason_against(settings: EngineSettings, group: Group) -> str:
@@ -91,8 +95,7 @@ class FastRunner:
         report: Callable[[str, float], None] = lambda stage, fraction: None,
     ) -> None:
         """Hold the weights and record the forward. UnsupportedModel where that cannot be done here."""
-        if quantization is not None:
-            check_schemes(model, quantization)
+        model = quantized(model, quantization)
         self._settings = settings
         self._groups = tuple(model.architecture.kv_groups())
         self._vocab_size = model.architecture.vocab_size
@@ -103,7 +106,7 @@ class FastRunner:
         for spec in self._groups:
             if spec.head_dim % LANES:
                 raise UnsupportedModel(f"head_dim {spec.head_dim} is not a multiple of {LANES}")
-        recorder = Recorder(self._groups)
+        recorder = Recorder(self._groups, CODINGS[settings.activations])
 
         def expand(part: WeightPart) -> WeightPart:
             return part if part.scheme in SCHEMES else model.expand(part)
