@@ -10,11 +10,11 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from headrace.config import ReplicaEntry
-from headrace.gateway.app import Operation
 from headrace.gateway.auth import Access
 from headrace.gateway.errors import JSONBytes
 from headrace.gateway.fleet import Fleet, Reload
 from headrace.gateway.json_body import decode_body, read_body
+from headrace.gateway.operation import Operation
 
 MAX_BODY_BYTES = 64 << 10
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -12,10 +11,9 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
 
 from headrace.errors import ErrorInfo, RemoteError
-from headrace.gateway.auth import Access, Guarded
+from headrace.gateway.auth import Guarded
 from headrace.gateway.chat import build_chat_call
 from headrace.gateway.completions import build_completion_call
 from headrace.gateway.endpoint import GenerationEndpoint
@@ -23,19 +21,28 @@ from headrace.gateway.errors import error_response
 from headrace.gateway.health import Health, Metrics, Ready
 from headrace.gateway.middleware import ErrorMiddleware, RequestIdMiddleware
 from headrace.gateway.models_endpoint import ListModels, ShowModel
-from headrace.gateway.openai_schema import CHAT_DECODER, COMPLETION_DECODER
+from headrace.gateway.openai_schema import (
+    CHAT_DECODER,
+    COMPLETION_DECODER,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+)
+from headrace.gateway.openapi import OpenApi
+from headrace.gateway.openapi_schema import (
+    ChatCompletion,
+    DetokenizeAnswer,
+    HealthAnswer,
+    ModelList,
+    ModelObject,
+    ReadyAnswer,
+    TextCompletion,
+    TokenizeAnswer,
+)
+from headrace.gateway.operation import Operation
 from headrace.gateway.state import GatewayState
 from headrace.gateway.tokenization import Detokenize, Tokenize
-
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """One method of one path, who may use it, and the endpoint."""
-
-    method: str
-    path: str
-    access: Access
-    endpoint: ASGIApp
 
 
 def operations(state: GatewayState) -> list[Operation]:
@@ -45,15 +52,79 @@ def operations(state: GatewayState) -> list[Operation]:
         state, "/v1/completions", COMPLETION_DECODER, build_completion_call
     )
     return [
-        Operation("POST", "/v1/chat/completions", "key", chat),
-        Operation("POST", "/v1/completions", "key", completions),
-        Operation("GET", "/v1/models", "key", ListModels(state)),
-        Operation("GET", "/v1/models/{model:path}", "key", ShowModel(state)),
-        Operation("POST", "/tokenize", "key", Tokenize(state)),
-        Operation("POST", "/detokenize", "key", Detokenize(state)),
-        Operation("GET", "/health", "open", Health()),
-        Operation("GET", "/ready", "open", Ready(state)),
-        Operation("GET", "/metrics", "metrics", Metrics(state)),
+        Operation(
+            "POST",
+            "/v1/chat/completions",
+            "key",
+            chat,
+            summary="Messages in, an answer out",
+            body=ChatBody,
+            answer=ChatCompletion,
+            may_stream=True,
+        ),
+        Operation(
+            "POST",
+            "/v1/completions",
+            "key",
+            completions,
+            summary="Raw prompts in, continuations out",
+            body=CompletionBody,
+            answer=TextCompletion,
+            may_stream=True,
+        ),
+        *_small_operations(state),
+    ]
+
+
+def _small_operations(state: GatewayState) -> list[Operation]:
+    return [
+        Operation(
+            "GET",
+            "/v1/models",
+            "key",
+            ListModels(state),
+            "Models that can be asked",
+            answer=ModelList,
+        ),
+        Operation(
+            "GET",
+            "/v1/models/{model:path}",
+            "key",
+            ShowModel(state),
+            "One model",
+            answer=ModelObject,
+        ),
+        Operation(
+            "POST",
+            "/tokenize",
+            "key",
+            Tokenize(state),
+            "Text to tokens",
+            TokenizeBody,
+            TokenizeAnswer,
+        ),
+        Operation(
+            "POST",
+            "/detokenize",
+            "key",
+            Detokenize(state),
+            "Tokens to text",
+            DetokenizeBody,
+            DetokenizeAnswer,
+        ),
+        Operation("GET", "/health", "open", Health(), "Whether it lives", answer=HealthAnswer),
+        Operation(
+            "GET",
+            "/ready",
+            "open",
+            Ready(state),
+            "Whether it can serve",
+            answer=ReadyAnswer,
+            may_be_unready=True,
+        ),
+        Operation(
+            "GET", "/metrics", "metrics", Metrics(state), "For Prometheus", media_type="text/plain"
+        ),
     ]
 
 
@@ -62,7 +133,11 @@ def create_app(state: GatewayState, more: Sequence[Operation] = ()) -> Starlette
 
     It owns nothing: the server starts and stops `state`.
     """
-    return application(state, [*operations(state), *more])
+    openapi = OpenApi()
+    document = Operation("GET", "/openapi.json", "open", openapi, "This document")
+    table = [*operations(state), *more, document]
+    openapi.describe(table, needs_key=state.authenticator.keys.is_required)
+    return application(state, table)
 
 
 def application(state: GatewayState, table: Sequence[Operation]) -> Starlette:
