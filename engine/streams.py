@@ -48,8 +48,11 @@ _RETRY_AFTER_STARTING_SECONDS = 2.0
 class RequestStream:
     """The events of one request, for one consumer: an async iterator of lists of joined events."""
 
-    def __init__(self, request: GenerationRequest) -> None:
+    def __init__(self, request: GenerationRequest, *, is_whole: bool = False) -> None:
+        """`is_whole`: the consumer is woken by the first and by the last news only."""
         self.request_id = request.request_id
+        self._is_whole = is_whole
+        self._was_taken = False
         self.accepted = False
         self._open_choices = set(range(request.sampling.n))
         self._events = EventBuffer()
@@ -71,7 +74,8 @@ class RequestStream:
         self._events.add(event)
         if event.finish_reason is not None:
             self._open_choices.discard(event.index)
-        self._news.set()
+        if self._may_take:
+            self._news.set()
 
     def fail(self, error: RequestError) -> None:
         """End the stream with an error, after the events that have already arrived."""
@@ -91,14 +95,20 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> list[TokenEvent]:
-        while not self._events:
+        while not self._may_take:
             if self._error is not None:
                 raise self._error
             if not self._open_choices:
                 raise StopAsyncIteration
             self._news.clear()
             await self._news.wait()
+        self._was_taken = True
         return self._events.take()
+
+    @property
+    def _may_take(self) -> bool:
+        waits_for_end = self._is_whole and self._was_taken and not self.is_over
+        return bool(self._events) and not waits_for_end
 
 
 class StreamMultiplexer:
@@ -119,13 +129,17 @@ class StreamMultiplexer:
 
     @contextlib.asynccontextmanager
     async def stream(
-        self, request: GenerationRequest, send: Callable[[Submit | Abort], None]
+        self,
+        request: GenerationRequest,
+        send: Callable[[Submit | Abort], None],
+        *,
+        is_whole: bool = False,
     ) -> AsyncIterator[EventStream]:
         """Submit a request and wait until it is accepted. Leaving before its end sends Abort."""
         request_id = request.request_id
         if request_id in self._streams:
             raise InvalidRequest(f"a request with the id {request_id!r} is already running")
-        stream = RequestStream(request)
+        stream = RequestStream(request, is_whole=is_whole)
         send(Submit(request))
         self._streams[request_id] = stream
         try:
@@ -211,10 +225,12 @@ class StreamingClient:
         return self._restarts_total
 
     @contextlib.asynccontextmanager
-    async def stream(self, request: GenerationRequest) -> AsyncIterator[EventStream]:
+    async def stream(
+        self, request: GenerationRequest, *, is_whole: bool = False
+    ) -> AsyncIterator[EventStream]:
         if self._state != "ready":
             raise self._unavailable()
-        async with self._streams.stream(request, self._try_send) as events:
+        async with self._streams.stream(request, self._try_send, is_whole=is_whole) as events:
             yield events
 
     def _send(self, frame: ToEngine) -> None:

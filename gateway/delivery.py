@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import anyio
 import msgspec
@@ -91,6 +92,7 @@ class WholeDelivery:
 
     record: RequestRecord
     answer: Answer
+    is_whole: ClassVar[bool] = True
 
     async def accepted(self) -> None:
         """Nothing goes out yet."""
@@ -114,6 +116,7 @@ class StreamDelivery:
     answer: Answer
     outlet: Outlet
     writer: SseWriter
+    is_whole: ClassVar[bool] = False
     _said: set[int] = field(default_factory=set)
 
     async def accepted(self) -> None:

@@ -10,6 +10,7 @@ import anyio
 from headrace.gateway.call import TargetModel
 from headrace.gateway.entrance import Placement
 from headrace.gateway.failover import with_failover
+from headrace.gateway.ledger import Hold
 from headrace.gateway.readiness import require_card
 from headrace.gateway.replica import Replica
 from headrace.gateway.state import GatewayState
@@ -20,6 +21,11 @@ from headrace.types import TokenEvent
 
 class Sink(Protocol):
     """Takes the news of one call's prompts."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing of an answer is wanted before its end."""
+        ...
 
     async def accepted(self) -> None:
         """Every prompt has an engine that accepted it. Once, before any news."""
@@ -50,9 +56,9 @@ async def run_requests(state: GatewayState, placements: Sequence[Placement], sin
     all_accepted = anyio.Event()
 
     async def run_one(index: int, placement: Placement) -> None:
-        async def on(replica: Replica) -> None:
+        async def on(replica: Replica, hold: Hold) -> None:
             assert not isinstance(replica.client, Upstream)
-            async with replica.client.stream(placement.request) as events:
+            async with replica.client.stream(placement.request, is_whole=sink.is_whole) as events:
                 if index in pending:
                     pending.discard(index)
                     if not pending:
@@ -60,6 +66,7 @@ async def run_requests(state: GatewayState, placements: Sequence[Placement], sin
                         all_accepted.set()
                 await all_accepted.wait()
                 async for news in events:
+                    hold.prefilled()
                     await sink.take(index, news)
 
         await with_failover(

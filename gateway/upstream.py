@@ -209,7 +209,12 @@ class Upstream:
         self._clock = clock
         self._base = entry.url.rstrip("/").removesuffix("/v1")
         self._urls: dict[str, httpx.URL] = {}
-        self._headers = {"content-type": "application/json", "accept-encoding": "identity"}
+        self._headers = {
+            "content-type": "application/json",
+            "accept": "*/*",
+            "accept-encoding": "identity",
+            "user-agent": "headrace",
+        }
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
         self._state: ClientState = "starting"
@@ -360,11 +365,10 @@ class Upstream:
 
 
 def _session() -> aiohttp.ClientSession:
-    """Return a session without what a relay has no use for: limits, cookies, decoding, headers."""
+    """Return a session without what a relay has no use for: limits, cookies, decoding."""
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS)
     return aiohttp.ClientSession(
         connector=connector,
         cookie_jar=aiohttp.DummyCookieJar(),
         auto_decompress=False,
-        skip_auto_headers=("User-Agent", "Accept"),
     )
