@@ -91,17 +91,26 @@ def replica_operations(admin: ReplicaAdmin, access: Access) -> list[Operation]:
     """Return the operations on replicas, for the main port or one of their own."""
     one = "/admin/replicas/{replica:path}"
     table = [
-        ("GET", "/admin/replicas", admin.listed),
-        ("POST", "/admin/replicas", admin.add),
-        ("POST", f"{one}/drain", admin.drain),
-        ("POST", f"{one}/resume", admin.resume),
-        ("POST", f"{one}/restart", admin.restart),
-        ("GET", one, admin.shown),
-        ("DELETE", one, admin.remove),
-        ("POST", "/admin/reload", admin.reload),
+        ("GET", "/admin/replicas", admin.listed, 200, "Every replica and how it is"),
+        ("POST", "/admin/replicas", admin.add, 202, "Add replicas"),
+        ("POST", f"{one}/drain", admin.drain, 202, "Send a replica nothing new"),
+        ("POST", f"{one}/resume", admin.resume, 202, "Send a drained replica requests again"),
+        ("POST", f"{one}/restart", admin.restart, 202, "Drain a replica and start it again"),
+        ("GET", one, admin.shown, 200, "One replica"),
+        ("DELETE", one, admin.remove, 202, "Drain a replica and take it out"),
+        ("POST", "/admin/reload", admin.reload, 200, "Read the configuration's file again"),
     ]
     return [
-        Operation(method, path, access, AdminEndpoint(handle)) for method, path, handle in table
+        Operation(
+            method,
+            path,
+            access,
+            AdminEndpoint(handle),
+            summary,
+            body=NewReplica if handle == admin.add else None,
+            status=status,
+        )
+        for method, path, handle, status, summary in table
     ]
 
 

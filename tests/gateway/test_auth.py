@@ -10,8 +10,10 @@ from starlette.testclient import TestClient
 
 from headrace.config import AdminConfig, GatewayConfig
 from headrace.errors import ConfigError
-from headrace.gateway.app import operations
+from headrace.gateway.admin import ReplicaAdmin, replica_operations
+from headrace.gateway.app import create_app, operations
 from headrace.gateway.auth import Access, Authenticator, Unauthenticated
+from headrace.gateway.operation import Operation
 from headrace.testing.fake_gateway import FakeGateway
 
 KEYS = "acme:canary-acme,other:canary-other"
@@ -115,6 +117,33 @@ def test_the_metrics_are_open_to(access: str, open_to: set[str]) -> None:
         for key in ("", "wrong", "canary-acme", "canary-admin"):
             response = client.get("/metrics", headers=bearer(key) if key else {})
             assert response.status_code == (200 if key in open_to else 401), key
+
+
+def admin_table(access: Access) -> list[Operation]:
+    return replica_operations(ReplicaAdmin(None, None), access)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("environ", [ENVIRON, {**ENVIRON, "ADMIN": ""}])
+def test_every_path_of_admin_needs_the_admin_key(environ: dict[str, str]) -> None:
+    admin = AdminConfig(key_env="ADMIN" if environ["ADMIN"] else "")
+    settings = GatewayConfig(api_keys_env="KEYS", admin=admin)
+    gateway = FakeGateway(config=settings, environ=environ)
+    app = create_app(gateway.state, admin_table("admin"))
+    table = admin_table("admin")
+    assert len(table) >= 8
+    with TestClient(app) as client:
+        for each in table:
+            path = each.path.replace("{replica:path}", "tiny/0")
+            for headers in ({}, bearer("canary-acme"), bearer("wrong")):
+                response = client.request(each.method, path, json={}, headers=headers)
+                assert response.status_code == (401 if environ["ADMIN"] else 403), path
+        document = client.get("/openapi.json").json()
+    gateway.state.observers.close()
+    described = {path for path in document["paths"] if path.startswith("/admin")}
+    assert described == {each.path.replace(":path", "") for each in table}
+    for path in described:
+        for operation in document["paths"][path].values():
+            assert operation["security"] and operation["summary"]
 
 
 def scope(key: str = "") -> dict[str, Any]:
