@@ -141,6 +141,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--activations", choices=("precise", "int8"), default="precise")
     parser.add_argument("--profile", type=int, default=0, help="rows of the step to look into")
     arguments = parser.parse_args()
     settings = EngineSettings(
@@ -148,6 +149,7 @@ def main() -> None:
         kv_dtype=arguments.dtype,
         num_threads=arguments.threads,
         deterministic=arguments.deterministic,
+        activations=arguments.activations,
         max_model_len=2048,
     )
     CpuBackend.open(0, None, SystemClock())  # sets how long torch's threads spin
