@@ -11,10 +11,10 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.backends.simulated.runner import SimulatedDevice
+from headrace.backends.simulated.runner import SimulatedDevice, SimulatedRunner
 from headrace.engine.engine import Engine
 from headrace.engine.intake import ServedModel
-from headrace.interfaces import Runner, SchedulingPolicy
+from headrace.interfaces import EvictionPolicy, Runner, SchedulingPolicy
 from headrace.policies.scheduling.fcfs import FirstComeFirstServed
 from headrace.step_time import StepTimeFormula
 from headrace.testing.clock import FakeClock
@@ -63,6 +63,7 @@ class EngineDriver:
         priority: int = 0,
         cache_salt: str = "",
         tpot_target_seconds: float | None = None,
+        cache_ttl_seconds: float | None = None,
         **sampling: Any,
     ) -> str:
         """Submit a greedy request that ignores EOS, unless `sampling` says otherwise; return its id."""
@@ -77,6 +78,7 @@ class EngineDriver:
                 priority=priority,
                 cache_salt=cache_salt,
                 tpot_target_seconds=tpot_target_seconds,
+                cache_ttl_seconds=cache_ttl_seconds,
             )
         )
         return name
@@ -121,6 +123,7 @@ def make_engine_driver(
     num_blocks: int = 64,
     *,
     policy: SchedulingPolicy | None = None,
+    eviction: EvictionPolicy | None = None,
     runs_ahead: bool = False,
     **settings: Any,
 ) -> EngineDriver:
@@ -144,6 +147,34 @@ def make_engine_driver(
     engine = Engine(
         runner,
         model=ServedModel("m", "revision", tokenizer, (EOS_TOKEN_ID,), tokenizer.vocab_size),
+        settings=engine_settings,
+        num_blocks=num_blocks,
+        policy=policy or FirstComeFirstServed(),
+        eviction=eviction,
+        clock=clock,
+    )
+    return EngineDriver(engine, runner, clock)
+
+
+def make_simulation(
+    num_blocks: int = 64, *, policy: SchedulingPolicy | None = None, **settings: Any
+) -> EngineDriver:
+    """Return an engine as a simulation has it: made-up tokens, no text, runs of equal steps as one."""
+    engine_settings = EngineSettings(
+        **{"block_size": 16, "max_model_len": 512, "max_num_sequences": 8, **settings}
+    )
+    clock = FakeClock()
+    runner = SimulatedRunner(
+        groups=DRIVER_GROUPS,
+        vocab_size=1000,
+        settings=engine_settings,
+        clock=clock,
+        device=SimulatedDevice(DRIVER_STEP_TIME),
+    )
+    runner.allocate(num_blocks)
+    engine = Engine(
+        runner,
+        model=ServedModel("m", "revision", None, (EOS_TOKEN_ID,), 1000),
         settings=engine_settings,
         num_blocks=num_blocks,
         policy=policy or FirstComeFirstServed(),
