@@ -36,6 +36,7 @@ TOP = (
     "headrace.llm",
     "headrace.worker",
     "headrace.build",
+    "headrace.load",
     "headrace.testing",
 )
 
