@@ -11,10 +11,13 @@ from collections.abc import Awaitable, Callable, Collection
 import structlog
 
 from headrace.errors import RequestError, Unavailable
+from headrace.gateway.ledger import Hold
 from headrace.gateway.replica import Replica
 from headrace.gateway.state import GatewayState
 from headrace.types import RoutingRequest
 
+Work = Callable[[Replica, Hold], Awaitable[None]]
+"""(where, what it holds of the load there: told when the prompt is done)."""
 MAX_ATTEMPTS = 3
 """Of one request, so that one which breaks whatever serves it breaks no more than these."""
 
@@ -24,7 +27,7 @@ _logger = structlog.get_logger("headrace.gateway")
 async def with_failover(
     state: GatewayState,
     routing: RoutingRequest,
-    work: Callable[[Replica], Awaitable[None]],
+    work: Work,
     may_restart: Callable[[], bool],
     *,
     excluding: Collection[str] = (),
@@ -74,15 +77,15 @@ async def _attempt(
     state: GatewayState,
     replica: Replica,
     routing: RoutingRequest,
-    work: Callable[[Replica], Awaitable[None]],
+    work: Work,
 ) -> None:
     """Run the work on one replica and tell its breaker how that went."""
     breaker = replica.breaker
     structlog.contextvars.bind_contextvars(replica=replica.id)
-    with state.router.place(replica, routing):
+    with state.router.place(replica, routing) as hold:
         is_trial = breaker.sent()
         try:
-            await work(replica)
+            await work(replica, hold)
         except RequestError as error:
             if speaks_against(error):
                 breaker.failed(state.clock.now(), is_trial=is_trial)

@@ -16,6 +16,7 @@ from starlette.types import Scope
 from headrace.errors import ErrorInfo, RemoteError
 from headrace.gateway.accounting import RequestRecord
 from headrace.gateway.delivery import Outlet
+from headrace.gateway.ledger import Hold
 from headrace.gateway.middleware import request_ids
 from headrace.gateway.relay_body import RelayedBody
 from headrace.gateway.relay_events import RelayedEvents, RelayedUsage, error_of, renamed
@@ -62,7 +63,7 @@ class Relay:
         """Whether nothing of an answer has gone out."""
         return not self.outlet.has_said
 
-    async def run(self, replica: Replica) -> None:
+    async def run(self, replica: Replica, hold: Hold) -> None:
         """Have the call answered by one replica."""
         upstream = replica.upstream
         assert upstream is not None
@@ -73,7 +74,7 @@ class Relay:
             if exchange.status >= 400:
                 await self._refused(upstream, exchange)
             elif exchange.content_type.startswith("text/event-stream"):
-                await self._stream(upstream, exchange)
+                await self._stream(upstream, exchange, hold)
             else:
                 await self._whole(upstream, exchange)
         finally:
@@ -110,7 +111,7 @@ class Relay:
             content = renamed(content, *self._names(upstream))
         await self._send_whole(exchange.status, content, exchange.content_type)
 
-    async def _stream(self, upstream: Upstream, exchange: Exchange) -> None:
+    async def _stream(self, upstream: Upstream, exchange: Exchange, hold: Hold) -> None:
         if self.outlet.writer is None:
             raise UpstreamFailed(f"replica '{upstream.id}' streams what was asked for in one piece")
         await self.outlet.begin()
@@ -120,6 +121,7 @@ class Relay:
             rename=None if is_ours else self._names(upstream),
         )
         while (piece := await exchange.read()) is not None:
+            hold.prefilled()
             await self._pass_on(events, events.feed(piece))
         await self._pass_on(events, events.finish())
         if not events.is_done and events.error is None:
