@@ -77,13 +77,16 @@ async def deliver(
 
 
 async def _in_turn(ways: Sequence[Way], outlet: Outlet) -> bytes:
-    for way in ways[:-1]:
+    failure: RequestError | None = None
+    for way in ways:
         try:
             return await way(outlet)
         except RequestError as error:
             if outlet.has_said or not is_replicas_fault(error):
                 raise
-    return await ways[-1](outlet)
+            failure = failure or error
+    assert failure is not None
+    raise failure
 
 
 @dataclass(slots=True)

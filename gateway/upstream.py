@@ -26,8 +26,8 @@ from headrace.types import EngineStats, ModelCard, Progress
 _KEEPALIVE_SECONDS = 4.0
 """Below the 5 s after which common servers close an idle connection: theirs would race our request."""
 _PROBE_SECONDS = 1.0
-_QUIET_PROBE_SECONDS = 5.0
-"""While all is well."""
+_PROBES_SKIPPED = 5
+"""One of so many is sent while all is well."""
 _MAX_FAILED_PROBES = 3
 _PROBE_ANSWER_BYTES = 1 << 20
 
@@ -307,12 +307,15 @@ class Upstream:
     # --- probes -----------------------------------------------------------------
 
     async def _probe_for_ever(self) -> None:
+        num_quiet = 0
         while True:
-            problem = await self._probe()
-            self._take_probe(problem)
-            self._settled.set()
-            is_quiet = problem is None and self._breaker.is_closed
-            await asyncio.sleep(_QUIET_PROBE_SECONDS if is_quiet else _PROBE_SECONDS)
+            is_due = num_quiet % _PROBES_SKIPPED == 0
+            if is_due or not self._breaker.is_closed or self._failure is not None:
+                self.take_probe(await self._probe())
+                self._settled.set()
+            is_well = self._breaker.is_closed and self._failure is None
+            num_quiet = num_quiet + 1 if is_well else 0
+            await asyncio.sleep(_PROBE_SECONDS)
 
     async def _probe(self) -> str | None:
         """Ask for the models; return what went wrong."""
@@ -345,7 +348,8 @@ class Upstream:
             if entry.id == self.upstream_model:
                 self.max_model_len = entry.max_model_len
 
-    def _take_probe(self, problem: str | None) -> None:
+    def take_probe(self, problem: str | None) -> None:
+        """Note the outcome of a probe: None, or what went wrong."""
         now = self._clock.now()
         self._failure = problem
         if problem is None:
