@@ -21,7 +21,13 @@ from headrace.backends.cpu.fast.intrinsics import (
     wake_all,
     yield_core,
 )
-from headrace.backends.cpu.fast.kernels_attend import attend_item
+from headrace.backends.cpu.fast.kernels_attend import (
+    attend_item,
+    block_size_of,
+    write_codes,
+    write_pairs,
+)
+from headrace.backends.cpu.fast.kernels_attend_rows import PAIRS
 from headrace.backends.cpu.fast.kernels_product import GROUP, TILE_BYTES, product
 from headrace.backends.cpu.fast.kernels_rowwise import (
     add_rows,
@@ -33,7 +39,6 @@ from headrace.backends.cpu.fast.kernels_rowwise import (
     quantize_row,
     rotate_row,
     silu_row,
-    write_kv,
 )
 from headrace.backends.cpu.kernels_rows import floats, ints, longs
 from headrace.backends.cpu.kernels_vector import float_of_bits
@@ -107,45 +112,32 @@ def run_rope_row(op, parameters, row, q, k, v):  # type: ignore[no-untyped-def]
     per_page = block_size // LANES
     page, inside = slot // block_size, slot % block_size
     planes = longs(parameters[at.LAYERS] + op[at.LAYER] * 16, 2)
-    block_bytes = LANES * head_dim * 2
+    form = parameters[at.KV_FORM]
+    block_bytes = block_size_of(head_dim, form)
     for head in range(kv_heads):
         block = ((page * kv_heads + head) * per_page + inside // LANES) * block_bytes
+        keys, values = planes[0] + block, planes[1] + block
         offset = head * head_dim * 4
-        write_kv(
-            planes[0] + block, planes[1] + block, k + offset, v + offset, head_dim, inside % LANES
-        )
+        if form == PAIRS:
+            write_pairs(keys, values, k + offset, v + offset, head_dim, inside % LANES)
+        else:
+            write_codes(keys, values, k + offset, v + offset, head_dim, inside % LANES)
 
 
 @fast_kernel
 def run_attention(op, parameters, threads, counter, q, out, scratch):  # type: ignore[no-untyped-def]
-    heads, kv_heads, head_dim = op[at.COUNT], op[at.KV_COUNT], op[at.SIZE]
-    num_sequences, group = parameters[at.NUM_SEQUENCES], op[at.GROUP_INDEX]
-    kv_lens = ints(parameters[at.KV_LENS] + group * num_sequences * 4, num_sequences)
-    query_starts = ints(parameters[at.QUERY_STARTS], num_sequences + 1)
-    width = parameters[at.TABLE_WIDTH]
-    tables = parameters[at.TABLES] + group * num_sequences * width * 4
-    items = longs(parameters[at.ITEMS], parameters[at.NUM_ITEMS] * 3)
-    planes = longs(parameters[at.LAYERS] + op[at.LAYER] * 16, 2)
-    scale = float_of_bits(np.int32(op[at.NUMBER]))
-    softcap = float_of_bits(np.int32(op[at.SECOND_NUMBER]))
-    total = parameters[at.NUM_ITEMS] * kv_heads
-    chunk = 1 if threads > 1 else total
+    kv_heads, group = op[at.KV_COUNT], op[at.GROUP_INDEX]
+    starts = longs(parameters[at.ITEM_STARTS] + group * 8, 2)
+    items_at = parameters[at.ITEMS] + starts[0] * at.ITEM_FIELDS * 8
+    total = (starts[1] - starts[0]) * kv_heads
+    chunk = 1 if threads > 1 else max(1, total)
     while True:
         begin = atomic_add(counter, chunk)
         if begin >= total:
             break
         for index in range(begin, min(total, begin + chunk)):
-            item, kv_head = index // kv_heads, index % kv_heads
-            sequence, first, count = items[3 * item], items[3 * item + 1], items[3 * item + 2]
-            token = np.int64(query_starts[sequence])
-            num_queries = np.int64(query_starts[sequence + 1]) - token
-            attend_item(
-                q + token * op[at.IN_STRIDE], op[at.IN_STRIDE],
-                out + token * op[at.OUT_STRIDE], op[at.OUT_STRIDE], planes[0], planes[1],
-                tables + sequence * width * 4, parameters[at.BLOCK_SIZE] // LANES,
-                np.int64(kv_lens[sequence]), num_queries, first, count, kv_head, kv_heads,
-                heads // kv_heads, head_dim, scale, softcap, op[at.FORM], scratch,
-            )  # fmt: skip
+            item = longs(items_at + index // kv_heads * at.ITEM_FIELDS * 8, at.ITEM_FIELDS)
+            attend_item(op, parameters, item, index % kv_heads, q, out, scratch)
 
 
 @fast_kernel

@@ -40,7 +40,7 @@ from headrace.backends.cpu.fast.kernels_product import (
     RECORD_BYTES,
     WIDE,
 )
-from headrace.backends.cpu.kernels_rows import bf16_of, floats, halves
+from headrace.backends.cpu.kernels_rows import floats
 from headrace.backends.cpu.kernels_vector import as_pointer
 
 _ROW = 4 * LANES
@@ -271,14 +271,3 @@ def rotate_row(x, cosines, sines, half, num_heads, head_dim):  # type: ignore[no
             low, high = row[i], row[half + i]
             row[i] = low * cosines[i] - high * sines[i]
             row[half + i] = high * cosines[i] + low * sines[i]
-
-
-@fast_kernel
-def write_kv(keys, values, k, v, head_dim, lane):  # type: ignore[no-untyped-def]
-    """Write one head's key and value as row `lane` of a block of 16 rows (see kernels_attend)."""
-    key, value = floats(k, head_dim), floats(v, head_dim)
-    key_block = halves(keys, head_dim * LANES)
-    value_block = halves(values, head_dim * LANES)
-    for i in range(head_dim):
-        key_block[i // 2 * 32 + lane * 2 + i % 2] = bf16_of(key[i])
-        value_block[i // 16 * 256 + lane // 2 * 32 + i % 16 * 2 + lane % 2] = bf16_of(value[i])

@@ -27,12 +27,32 @@ from __future__ import annotations
     BLOCK_SIZE,
     LAYERS,
     ITEMS,
-    NUM_ITEMS,
+    ITEM_STARTS,
     SCRATCH,
     SCRATCH_BYTES,
     PROFILE,
-) = range(24)
+    KV_FORM,
+    PARTIALS,
+    ARRIVALS,
+) = range(27)
 NUM_PARAMETERS = 64
+
+# --- an item of attention: some queries of a sequence and a run of segments of its rows ----
+(
+    SEQUENCE,
+    FIRST_QUERY,
+    NUM_QUERIES,
+    FIRST_SEGMENT,
+    END_SEGMENT,
+    SHARERS,
+    LOWEST_SEGMENT,
+    NUM_SEGMENTS,
+    PARTIAL,
+    ARRIVAL,
+) = range(10)
+ITEM_FIELDS = 10
+"""SHARERS items have the same queries; together they have NUM_SEGMENTS from LOWEST_SEGMENT on. PARTIAL is where
+their sums lie, in bytes, and ARRIVAL the line that counts who is done, both for KV head 0."""
 
 # --- words that threads share, a cache line each ----------------------------------
 COMMAND, PARKED, STOP, ARRIVED = 0, 8, 16, 24

@@ -82,6 +82,18 @@ class Instruction:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What the attention of a KV group's layers has in common."""
+
+    head_dim: int
+    num_kv_heads: int
+    ratio: int
+    """Query heads per KV head."""
+    window: int
+    """Rows a query sees, itself among them; 0: all."""
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
     """What the interpreter takes."""
 
@@ -92,8 +104,8 @@ class Program:
     logits_stride: int
     scratch_row: int
     """Bytes of the widest row that an operation may need for itself."""
-    ratios: tuple[tuple[int, int], ...]
-    """(head_dim, query heads per KV head) of every attention."""
+    attention: Mapping[int, AttentionShape]
+    """By KV group."""
     keep: tuple[Any, ...]
 
 
@@ -111,7 +123,7 @@ class Recorder:
         self._quantized: dict[tuple[Activation, int], int] = {}
         """By activation and coding."""
         self._keep: list[Any] = []
-        self._ratios: set[tuple[int, int]] = set()
+        self._attention: dict[int, AttentionShape] = {}
         self.weight_bytes = 0
 
     # --- once, at load ----------------------------------------------------------
@@ -220,7 +232,14 @@ class Recorder:
     ) -> Activation:
         _check_width(spec.head_dim, "a head")
         out = self._value(at.TOKENS, q.width)
-        self._ratios.add((spec.head_dim, spec.num_heads // spec.num_kv_heads))
+        shape = AttentionShape(
+            spec.head_dim,
+            spec.num_kv_heads,
+            spec.num_heads // spec.num_kv_heads,
+            spec.sliding_window or 0,
+        )
+        if self._attention.setdefault(self._group_of[layer], shape) != shape:
+            raise UnsupportedModel(f"layer {layer}'s attention differs from that of its KV group")
         fields = {
             at.SIZE: spec.head_dim,
             at.COUNT: spec.num_heads,
@@ -338,7 +357,7 @@ class Recorder:
             logits_buffer=buffers.of_value[logits.value],
             logits_stride=self._values[logits.value].stride,
             scratch_row=widest,
-            ratios=tuple(self._ratios),
+            attention=self._attention,
             keep=tuple(self._keep),
         )
 

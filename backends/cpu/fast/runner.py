@@ -15,7 +15,7 @@ from headrace.backends.cpu.fast import layout as at
 from headrace.backends.cpu.fast.arena import address
 from headrace.backends.cpu.fast.intrinsics import LANES
 from headrace.backends.cpu.fast.kernels_product import GROUP, NARROW, WIDE
-from headrace.backends.cpu.fast.kv_pool import FastKVPool, bytes_per_block
+from headrace.backends.cpu.fast.kv_pool import FORMS, FastKVPool, bytes_per_block
 from headrace.backends.cpu.fast.packing import SCHEMES, UnsupportedModel
 from headrace.backends.cpu.fast.pool import ThreadPool
 from headrace.backends.cpu.fast.recorder import Recorder
@@ -42,13 +42,13 @@ if TYPE_CHECKING:
 
 CODINGS = {"precise": WIDE, "int8": NARROW}
 """`EngineSettings.activations` -> how they are coded."""
+MAX_HEAD_DIM = 512
+"""More would overflow the 32-bit sums of int8 keys."""
 
 
 def reason_against(settings: EngineSettings, group: Group) -> str:
     """Return why the fast path cannot serve these settings; "" where it can."""
-    if settings.deterministic:
-        return "deterministic is true"
-    if settings.dtype == "float32" or settings.kv_dtype != "bfloat16":
+    if settings.dtype == "float32" or settings.kv_dtype not in FORMS:
         return f"dtype {settings.dtype} with kv_dtype {settings.kv_dtype}, not bfloat16"
     if settings.block_size % LANES:
         return f"block_size {settings.block_size} is not a multiple of {LANES}"
@@ -103,9 +103,12 @@ class FastRunner:
         self._pool: FastKVPool | None = None
         self._num_blocks = 0
         self._sampler = FastSampler(settings.num_threads)
+        self._form = FORMS[settings.kv_dtype]
         for spec in self._groups:
-            if spec.head_dim % LANES:
-                raise UnsupportedModel(f"head_dim {spec.head_dim} is not a multiple of {LANES}")
+            if spec.head_dim % LANES or spec.head_dim > MAX_HEAD_DIM:
+                raise UnsupportedModel(
+                    f"head_dim {spec.head_dim} is not a multiple of {LANES} up to {MAX_HEAD_DIM}"
+                )
         recorder = Recorder(self._groups, CODINGS[settings.activations])
 
         def expand(part: WeightPart) -> WeightPart:
@@ -128,7 +131,7 @@ class FastRunner:
         return self._groups
 
     def memory(self) -> MemoryReport:
-        per_block = bytes_per_block(self._groups, self._settings.block_size)
+        per_block = bytes_per_block(self._groups, self._settings.block_size, self._form)
         return MemoryReport(
             weight_bytes=self._weight_bytes,
             kv_bytes_per_block=per_block,
@@ -138,7 +141,9 @@ class FastRunner:
 
     def allocate(self, num_blocks: int) -> None:
         assert self._pool is None, "the KV pool is allocated once"
-        self._pool = FastKVPool(self._groups, num_blocks, self._settings.block_size)
+        self._pool = FastKVPool(
+            self._groups, num_blocks, self._settings.block_size, self._form
+        )
         self._num_blocks = num_blocks
         self._step.use_pool(self._pool)
         self._threads = ThreadPool(self._settings.num_threads, self._step.parameters)

@@ -8,7 +8,8 @@ import numpy as np
 
 from headrace.backends.cpu.fast import layout as at
 from headrace.backends.cpu.fast.arena import address, map_pages
-from headrace.backends.cpu.fast.kernels_attend import MAX_VECTORS, scratch_bytes
+from headrace.backends.cpu.fast.kernels_attend import partial_bytes, scratch_bytes
+from headrace.backends.cpu.fast.kernels_attend_plan import plan_items
 from headrace.backends.cpu.fast.kv_pool import FastKVPool
 from headrace.backends.cpu.fast.recorder import Program
 from headrace.types import ForwardBatch
@@ -33,11 +34,12 @@ class StepMemory:
         self._addresses = np.zeros(1 << 10, np.int64)
         count = len(program.operations)
         self._counters = np.zeros(count * at.LINE_WORDS, np.int64)
-        self._queries = min(
-            (max(1, MAX_VECTORS // ratio) for _, ratio in program.ratios), default=1
-        )
+        self._num_threads = num_threads
+        self._items = np.zeros((64, at.ITEM_FIELDS), np.int64)
+        self._partials = self._arrivals = np.zeros(0, np.int64)
         scratch = max(
-            (scratch_bytes(head_dim, ratio) for head_dim, ratio in program.ratios), default=0
+            (scratch_bytes(shape.head_dim, shape.ratio) for shape in program.attention.values()),
+            default=0,
         )
         scratch = -(-max(scratch, program.scratch_row, 1) // 4096) * 4096
         self._scratch = map_pages(scratch * num_threads)
@@ -55,6 +57,7 @@ class StepMemory:
 
     def use_pool(self, pool: FastKVPool) -> None:
         self._set_array(at.LAYERS, pool.addresses())
+        self.parameters[at.KV_FORM] = pool.form
         self.parameters[at.BLOCK_SIZE] = pool.block_size
 
     def describe(self, batch: ForwardBatch, drawn: NDArray[np.int32]) -> None:
@@ -74,11 +77,9 @@ class StepMemory:
             (at.TABLES, batch.block_tables, np.int32),
         ):
             self._set_array(place, np.ascontiguousarray(array, kind))
-        items = self._items(np.diff(batch.query_starts))
-        self._set_array(at.ITEMS, items)
+        self._plan_attention(batch)
         parameters = self.parameters
         parameters[at.NUM_OPERATIONS] = len(self._program.operations)
-        parameters[at.NUM_ITEMS] = len(items)
         parameters[at.NUM_TOKENS] = len(token_ids)
         parameters[at.NUM_SAMPLES] = len(batch.sample_rows)
         parameters[at.NUM_SEQUENCES] = num_sequences
@@ -89,18 +90,39 @@ class StepMemory:
         """Where the last step's logits are, and the bytes from row to row."""
         return int(self._addresses[self._program.logits_buffer]), self._program.logits_stride
 
-    def _items(self, num_queries: NDArray[np.int32]) -> NDArray[np.int64]:
-        """Attention's items [n, 3]: sequence, first query, count. A prompt's last, the longest, come first."""
-        if len(num_queries) == 0 or int(num_queries.max()) == 1:
-            items = np.zeros((len(num_queries), 3), np.int64)
-            items[:, 0], items[:, 2] = np.arange(len(num_queries)), num_queries
-            return items[items[:, 2] > 0]
-        listed = [
-            (sequence, first, min(self._queries, count - first))
-            for sequence, count in enumerate(num_queries.tolist())
-            for first in range(0, count, self._queries)
-        ]
-        return np.array(listed[::-1], np.int64).reshape(-1, 3)
+    def _plan_attention(self, batch: ForwardBatch) -> None:
+        """Write the items of every KV group, one group after the other, and hold the memory they share."""
+        starts = np.zeros(len(batch.kv_lens) + 1, np.int64)
+        num_bytes = num_lines = 0
+        for group in range(len(batch.kv_lens)):
+            shape = self._program.attention.get(group)
+            first = used = int(starts[group])
+            if shape is not None:
+                facts = (
+                    shape.window, shape.num_kv_heads, shape.ratio, partial_bytes(shape.head_dim)
+                )  # fmt: skip
+                lens = np.ascontiguousarray(batch.kv_lens[group], np.int32)
+                queries = np.ascontiguousarray(batch.query_starts, np.int32)
+                while True:
+                    count, partial, lines = plan_items(
+                        queries, lens, facts, self._num_threads, self._items[first:]
+                    )
+                    used = first + count
+                    if used <= len(self._items):
+                        break
+                    more = np.zeros((2 * used, at.ITEM_FIELDS), np.int64)
+                    more[:first] = self._items[:first]
+                    self._items = more
+                num_bytes, num_lines = max(num_bytes, partial), max(num_lines, lines)
+            starts[group + 1] = used
+        self._set_array(at.ITEMS, self._items)
+        self._set_array(at.ITEM_STARTS, starts)
+        if num_bytes > 8 * len(self._partials):
+            self._partials = map_pages(num_bytes + num_bytes // 2).view(np.int64)
+        if num_lines * at.LINE_WORDS > len(self._arrivals):
+            self._arrivals = np.zeros(2 * num_lines * at.LINE_WORDS, np.int64)
+        self._set_array(at.PARTIALS, self._partials)
+        self._set_array(at.ARRIVALS, self._arrivals)
 
     def _grow(self, rows: tuple[int, int]) -> None:
         """Make every buffer large enough; give back what one rare step (a scored prompt) left behind."""
