@@ -1,7 +1,8 @@
 """The KV blocks of a pool: who holds them, which are reusable, and which hold a known prefix.
 
 The free list is the eviction order. A block nobody will look for (never published) is reused
-first, so that it costs no cached prefix; published ones follow in the order they became free.
+first, so that it costs no cached prefix; published ones follow in the order they became free, or in
+the order an eviction policy gives them.
 """
 
 from __future__ import annotations
@@ -9,6 +10,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+from headrace.engine.eviction import KeyedOrder
+from headrace.interfaces import EvictionPolicy
+from headrace.types import BlockView
 
 ParentKey = bytes | int
 """What precedes a block: the root digest of its chain, or the serial of the block before it."""
@@ -25,13 +30,28 @@ class Block:
     token_ids: tuple[int, ...] = ()
     serial: int = -1
     """Unique to this publication: children name it, so a chain is verified link by link."""
+    tenant: str = ""
+    priority: int = 0
+    depth: int = 0
+    hits: int = 0
+    last_used: float = 0.0
+    pinned_until: float = 0.0
 
 
 class BlockPool:
-    """All blocks of one pool. Every method is O(blocks it names)."""
+    """All blocks of one pool. Every method is O(blocks it names), times O(log blocks) where an
+    eviction policy has an order of its own."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, eviction: EvictionPolicy | None = None) -> None:
+        """`eviction`: guarded or not; None: in order of release."""
+        self.now = 0.0
+        """Set by whoever steps: when blocks are used and policies asked."""
         self._blocks = [Block(block_id) for block_id in range(num_blocks)]
+        self._eviction = eviction
+        self._epoch = -1
+        self._keyed: KeyedOrder | None = None
+        self._tenant_blocks: dict[str, int] = {}
+        self._view = BlockView(0)
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._by_digest: dict[bytes, Block] = {}
         self._next_serial = 0
@@ -42,7 +62,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return len(self._free) + (0 if self._keyed is None else len(self._keyed))
 
     @property
     def num_published(self) -> int:
@@ -58,15 +78,17 @@ class BlockPool:
 
     def free_ids(self) -> list[int]:
         """Return the free blocks in the order in which they would be reused."""
-        return list(self._free)
+        self._follow_policy()
+        return [*self._free, *(self._keyed or ())]
 
     def try_allocate(self, count: int) -> list[int] | None:
         """Take `count` free blocks, forgetting what they held; None (and no change) if too few."""
-        if count > len(self._free):
+        if count > self.num_free:
             return None
+        self._follow_policy()
         block_ids = []
         for _ in range(count):
-            block_id, _none = self._free.popitem(last=False)
+            block_id = self._first_free()
             block = self._blocks[block_id]
             self._forget(block)
             block.ref_count = 1
@@ -78,8 +100,15 @@ class BlockPool:
         for block_id in block_ids:
             block = self._blocks[block_id]
             if block.ref_count == 0:
-                del self._free[block_id]
+                self._leave(block_id)
             block.ref_count += 1
+
+    def hit(self, block_ids: Iterable[int]) -> None:
+        """Add a holder who found these blocks by what they hold."""
+        block_ids = list(block_ids)
+        self.share(block_ids)
+        for block_id in block_ids:
+            self._blocks[block_id].hits += 1
 
     def release(self, block_ids: Iterable[int]) -> None:
         """Drop a holder of each block, in order. Pass a chain's tail first: it is evicted first."""
@@ -88,6 +117,10 @@ class BlockPool:
             assert block.ref_count > 0, f"block {block_id} was released more often than taken"
             block.ref_count -= 1
             if block.ref_count == 0:
+                block.last_used = self.now
+                if self._keyed is not None and block.digest is not None:
+                    self._keyed.add(block_id, self.now)
+                    continue
                 self._free[block_id] = None
                 self._free.move_to_end(block_id, last=block.digest is not None)
 
@@ -118,7 +151,21 @@ class BlockPool:
         block.serial = self._next_serial
         self._next_serial += 1
         self._by_digest[digest] = block
+        self._tenant_blocks[block.tenant] = self._tenant_blocks.get(block.tenant, 0) + 1
         return block.serial
+
+    def describe(self, block_id: int, tenant: str, priority: int, depth: int) -> None:
+        """Say whose block this is and how many precede it in its chain. Call before `publish`."""
+        block = self._blocks[block_id]
+        if block.digest is None:
+            block.tenant, block.priority, block.depth = tenant, priority, depth
+            block.hits, block.pinned_until = 0, 0.0
+
+    def pin(self, block_ids: Iterable[int], until: float) -> None:
+        """Note that a request asked for these blocks to be kept until a time; the policy weighs it."""
+        for block_id in block_ids:
+            block = self._blocks[block_id]
+            block.pinned_until = max(block.pinned_until, until)
 
     def withdraw(self, block_ids: Iterable[int]) -> None:
         """Make blocks unfindable, because their contents turned out to be wrong."""
@@ -129,3 +176,56 @@ class BlockPool:
         if block.digest is not None:
             del self._by_digest[block.digest]
             block.digest, block.parent, block.token_ids, block.serial = None, b"", (), -1
+            num_left = self._tenant_blocks[block.tenant] - 1
+            if num_left:
+                self._tenant_blocks[block.tenant] = num_left
+            else:
+                del self._tenant_blocks[block.tenant]
+            if self._keyed is not None and block.id in self._keyed:
+                self._keyed.remove(block.id)
+                self._free[block.id] = None
+                self._free.move_to_end(block.id, last=False)
+
+    # --- the order --------------------------------------------------------------
+
+    def _first_free(self) -> int:
+        if self._free or self._keyed is None:
+            return self._free.popitem(last=False)[0]
+        return self._keyed.pop(self.now)
+
+    def _leave(self, block_id: int) -> None:
+        if self._keyed is not None and block_id in self._keyed:
+            self._keyed.remove(block_id)
+        else:
+            del self._free[block_id]
+
+    def _follow_policy(self) -> None:
+        """Order the reusable blocks anew where another policy decides than before."""
+        if self._eviction is None:
+            return
+        epoch = getattr(self._eviction, "epoch", 0)
+        if epoch == self._epoch:
+            return
+        self._epoch = epoch
+        known = [block_id for block_id in self._free if self._blocks[block_id].digest is not None]
+        known += self._keyed or ()
+        known.sort(key=lambda block_id: self._blocks[block_id].last_used)
+        for block_id in known:
+            self._leave(block_id)
+        chosen = getattr(self._eviction, "deciding", self._eviction)
+        self._keyed = None
+        if not getattr(chosen, "is_release_order", False):
+            self._keyed = KeyedOrder(self._eviction, self._show)
+        for block_id in known:
+            if self._keyed is None:
+                self._free[block_id] = None
+            else:
+                self._keyed.add(block_id, self.now)
+
+    def _show(self, block_id: int) -> BlockView:
+        block, view = self._blocks[block_id], self._view
+        view.block_id, view.tenant, view.priority = block_id, block.tenant, block.priority
+        view.depth, view.hits, view.last_used = block.depth, block.hits, block.last_used
+        view.pinned_until = block.pinned_until
+        view.tenant_share = self._tenant_blocks.get(block.tenant, 0) / len(self._blocks)
+        return view

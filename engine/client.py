@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -19,6 +18,9 @@ from headrace.engine.child import ChildProcess, describe_exit, relay_line
 from headrace.engine.heartbeat import Heartbeat
 from headrace.engine.loop import EngineLoop, SteppedEngine
 from headrace.engine.outbox import Outbox
+from headrace.engine.policy_control import PolicyControl
+from headrace.engine.policy_switch import PolicySwitch
+from headrace.engine.spawn import WORKER_COMMAND
 from headrace.engine.streams import ClientState as ClientState
 from headrace.engine.streams import EventStream, StreamingClient
 from headrace.errors import EngineFailed, HeadraceError
@@ -36,7 +38,6 @@ from headrace.types import (
     ToEngine,
 )
 
-WORKER_COMMAND = (sys.executable, "-P", "-X", "faulthandler", "-m", "headrace.worker")
 """-P: a folder named headrace where the server was started must not shadow the package."""
 
 _STOP_SECONDS = 1.0
@@ -79,6 +80,11 @@ class EngineClient(Protocol):
         """How often the engine died and was started again."""
         ...
 
+    @property
+    def policies(self) -> PolicyControl | None:
+        """What is in force, and how to swap it; None: this engine's policies are its own affair."""
+        ...
+
     async def start(self) -> None:
         """Start the engine and wait until it is ready. Raises EngineFailed where it cannot start."""
         ...
@@ -108,6 +114,11 @@ class BuiltEngine(Protocol):
 
     @property
     def card(self) -> ModelCard: ...
+
+    @property
+    def switch(self) -> PolicySwitch | None:
+        """Its policies, where they can be swapped."""
+        ...
 
 
 Report = Callable[[str, float], None]
@@ -152,7 +163,7 @@ class ThreadEngine(StreamingClient):
         try:
             built = self._build(self._report)
             engine = built.engine
-            loop = self._engine_loop = EngineLoop(engine, self._emit)
+            loop = self._engine_loop = EngineLoop(engine, self._emit, switch=built.switch)
             self._report("ready", 1.0)
             loop.announce(built.card)
             loop.run()
@@ -188,6 +199,7 @@ class ThreadEngine(StreamingClient):
     def _end(self) -> None:
         self._deliver()
         self._set_state("failed")
+        self.policies.gone()
         self._streams.fail_all(lambda: EngineFailed("the engine failed while serving this request"))
         self._ended.set()
 
@@ -244,6 +256,7 @@ class ProcessEngine(StreamingClient):
         self._restarts = restarts or RestartRule()
         self._child: ChildProcess | None = None
         self._ready_since: float | None = None
+        self._told_clients = ""
         self._supervisor: asyncio.Task[None] | None = None
 
     @property
@@ -309,13 +322,14 @@ class ProcessEngine(StreamingClient):
     async def _live(self) -> _Life:
         """Run one engine process from its start to its end."""
         self._ready_since = None
+        self._told_clients = ""
         try:
             child = await ChildProcess.spawn(self._command, self._print)
         except (EngineFailed, OSError) as error:
             return _Life(f"the engine of replica '{self.id}' cannot be started: {error}")
         try:
             self._child = child
-            child.send(StartEngine(config=self._config))
+            child.send(StartEngine(config=self.policies.starting(self._config)))
             stated = await self._serve(child)
             return await self._bury(child, stated)
         finally:
@@ -331,7 +345,7 @@ class ProcessEngine(StreamingClient):
         try:
             while (frame := await child.receive()) is not None:
                 if isinstance(frame, Failed):
-                    stated = frame.message
+                    stated, self._told_clients = frame.message, frame.told_clients
                 self._receive(frame)
         except EngineFailed as error:
             return f"it broke the protocol: {error}"
@@ -349,8 +363,12 @@ class ProcessEngine(StreamingClient):
         how = describe_exit(code) if exited and code is not None else "closed its connection"
         how = self._heartbeat.take_verdict() or how
         name = f"the engine process of replica '{self.id}'"
+        why = f" ({self._told_clients})" if self._told_clients else ""
+        self.policies.gone()
         self._streams.fail_all(
-            lambda: EngineFailed(f"{name} {how} while serving this request; it is being restarted")
+            lambda: EngineFailed(
+                f"{name} {how}{why} while serving this request; it is being restarted"
+            )
         )
         if stated is not None:
             return _Life(stated, refused=True, ready_seconds=ready_seconds)

@@ -7,7 +7,7 @@ error and leaves the waiting ones; several such steps in a row mean that the dev
 from __future__ import annotations
 
 import math
-from typing import cast
+from typing import Any, cast
 
 import structlog
 
@@ -21,7 +21,7 @@ from headrace.engine.runs import equal_steps
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import Family, Sequence, Status
 from headrace.errors import EngineFailed, InvalidRequest, Unavailable
-from headrace.interfaces import Clock, RepeatingRunner, Runner, SchedulingPolicy
+from headrace.interfaces import Clock, EvictionPolicy, RepeatingRunner, Runner, SchedulingPolicy
 from headrace.step_time import StepTimeModel
 from headrace.types import (
     EngineSettings,
@@ -48,6 +48,7 @@ class Engine:
         num_blocks: int,
         policy: SchedulingPolicy,
         clock: Clock,
+        eviction: EvictionPolicy | None = None,
     ) -> None:
         self.model = model
         self.max_model_len = min(settings.max_model_len, num_blocks * settings.block_size)
@@ -63,6 +64,7 @@ class Engine:
             )
         self._runner = runner
         self._policy = policy
+        self._eviction = eviction
         self._clock = clock
         self._max_queued_requests = settings.max_queued_requests
         self._families: dict[str, Family] = {}
@@ -77,6 +79,7 @@ class Engine:
             settings.block_size,
             model_revision=model.revision,
             prefix_caching=settings.prefix_caching,
+            eviction=eviction,
         )
         self._scheduler = Scheduler(
             self._kv_cache,
@@ -244,7 +247,7 @@ class Engine:
     def _run(self, plan: BatchPlan, num_steps: int, until: float, start: float) -> list[TokenEvent]:
         """Run several equal steps as one; the runner says how many began in time."""
         runner = cast(RepeatingRunner, self._runner)
-        batch = self._launcher.build(plan)
+        batch = self._launcher.build_run(plan)
         next_decision = self._scheduler.next_decision_at()
         horizon = until if next_decision is None else min(until, next_decision)
         run = runner.repeat(batch, num_steps, horizon)
@@ -339,7 +342,10 @@ class Engine:
             generation_tokens_total=self._outcome.generation_tokens_total,
             steps_total=self._steps_total,
             step_seconds_total=self._step_seconds_total,
-            policy_failures_total=getattr(self._policy, "failures_total", 0),
+            step_time_coefficients=self.step_time.coefficients,
+            step_time_error=self.step_time.relative_error,
+            **_policy_counts("policy", self._policy),
+            **_policy_counts("eviction", self._eviction),
         )
 
     def close(self) -> None:
@@ -353,3 +359,9 @@ class Engine:
         if flight is not None:
             self._launcher.wait_out(flight)
         self._runner.close()
+
+
+def _policy_counts(prefix: str, policy: object) -> dict[str, Any]:
+    """Return what a guard counts, as fields of EngineStats; a policy without one counts nothing."""
+    names = ("failures_total", "calls_total", "seconds_total")
+    return {f"{prefix}_{name}": getattr(policy, name, 0) for name in names}

@@ -9,15 +9,22 @@ from __future__ import annotations
 from headrace import prefix_hash
 from headrace.engine.block_pool import BlockPool, ParentKey
 from headrace.engine.sequence import Sequence
+from headrace.interfaces import EvictionPolicy
 
 
 class KVCache:
     """Per-sequence logic over the pool. All KV groups use the same blocks of a sequence for now."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, model_revision: str, prefix_caching: bool = True
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        model_revision: str,
+        prefix_caching: bool = True,
+        eviction: EvictionPolicy | None = None,
     ) -> None:
-        self.pool = BlockPool(num_blocks)
+        self.pool = BlockPool(num_blocks, eviction)
         self.block_size = block_size
         self._model_revision = model_revision
         self._prefix_caching = prefix_caching
@@ -58,7 +65,7 @@ class KVCache:
         """Take the blocks that hold the sequence's prefix. Only a first start counts as a query."""
         assert not sequence.block_ids, "a sequence begins without blocks"
         hits = self.cached_blocks(sequence)
-        self.pool.share(hits)
+        self.pool.hit(hits)
         sequence.has_begun = True
         sequence.block_ids.extend(hits)
         sequence.num_computed_tokens = len(hits) * self.block_size
@@ -92,6 +99,8 @@ class KVCache:
             return
         while (sequence.num_published + 1) * self.block_size <= sequence.num_computed_tokens:
             index = sequence.num_published
+            request = sequence.family.request
+            self.pool.describe(sequence.block_ids[index], request.tenant, request.priority, index)
             sequence.parent = self.pool.publish(
                 sequence.block_ids[index],
                 self._digest(sequence, index),
@@ -124,7 +133,14 @@ class KVCache:
         return [(source.block_ids[num_full], own[0])] if own else []
 
     def free(self, sequence: Sequence) -> None:
-        """Return the sequence's blocks, the tail first; it may begin again later."""
+        """Return the sequence's blocks, the tail first; it may begin again later.
+
+        A request with `cache_ttl_seconds` asks for its prompt's blocks to be kept so long from now.
+        """
+        ttl = sequence.request.cache_ttl_seconds
+        if ttl is not None:
+            num_blocks = len(sequence.request.prompt_token_ids) // self.block_size
+            self.pool.pin(sequence.block_ids[:num_blocks], self.pool.now + ttl)
         self.pool.release(reversed(sequence.block_ids))
         sequence.forget_computed()
 

@@ -13,14 +13,18 @@ from typing import Protocol
 
 import structlog
 
+from headrace.engine.policy_switch import PolicySwitch
 from headrace.errors import EngineFailed, ErrorInfo, RequestError
 from headrace.types import (
     Abort,
     Accepted,
+    CommitPolicy,
+    DropPolicy,
     EngineStats,
     FromEngine,
     GenerationRequest,
     ModelCard,
+    PreparePolicy,
     Ready,
     Refused,
     StepEvents,
@@ -64,11 +68,16 @@ class EngineLoop:
         engine: SteppedEngine,
         emit: Callable[[FromEngine], object],
         on_rest: Callable[[], object] = lambda: None,
+        switch: PolicySwitch | None = None,
     ) -> None:
-        """`on_rest` is called in the engine's thread, once each time the engine comes to rest."""
+        """`on_rest` is called in the engine's thread, once each time the engine comes to rest.
+
+        `switch`: the engine's policies, where they can be swapped.
+        """
         self._engine = engine
         self._emit = emit
         self._on_rest = on_rest
+        self._switch = switch
         self._is_at_rest = False
         self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
         self._live: dict[str, set[int]] = {}  # request id -> its choices that have not ended
@@ -92,6 +101,8 @@ class EngineLoop:
     def announce(self, card: ModelCard) -> None:
         """Say that the engine is ready, with its first numbers. Call before `run`."""
         self._report([])
+        if self._switch is not None:
+            self._emit(self._switch.report())
         self._emit(Ready(card))
 
     def run(self) -> None:
@@ -140,6 +151,10 @@ class EngineLoop:
             if self._live.pop(frame.request_id, None) is not None:
                 self._engine.abort(frame.request_id)
                 self._must_report = True  # the gauges fell, even if no step follows
+        elif self._switch is not None and isinstance(
+            frame, PreparePolicy | CommitPolicy | DropPolicy
+        ):
+            self._switch.handle(frame, self._emit)
         else:
             self._log.warning("engine ignored a message", frame=type(frame).__name__)
 
@@ -188,6 +203,8 @@ class EngineLoop:
         seconds = stats.step_seconds_total - self._reported.step_seconds_total
         self._reported = stats
         self._emit(StepEvents(events, stats, seconds))
+        if self._switch is not None and self._switch.has_news():
+            self._emit(self._switch.report())
 
     def _fail_live_requests(self, error: Exception) -> None:
         """End every request after a step that raised, then go on; two such steps in a row are the end.

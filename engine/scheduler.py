@@ -12,7 +12,7 @@ room for the growth of the others is left, twice as much each time.
 from __future__ import annotations
 
 from headrace.engine.batch import BatchPlan, PlannedSequence
-from headrace.engine.chunks import bound_by_scoring, decodes, in_turn, planned
+from headrace.engine.chunks import bound_by_scoring, decodes, in_turn, planned, planned_decode
 from headrace.engine.kv_cache import KVCache
 from headrace.engine.ranking import Ranking, deciding
 from headrace.engine.sequence import Family, Sequence, Status
@@ -167,8 +167,9 @@ class Scheduler:
 
     def schedule(self, now: float) -> BatchPlan:
         """Return what to run now. Empty only when nothing is waiting or running."""
+        self.kv_cache.pool.now = now
         plan = BatchPlan()
-        self._plandecodes(plan)
+        self._plan_decodes(plan)
         if self.waiting:
             self._admit(plan, now)
         if len(self.running) > plan.num_decodes:
@@ -190,7 +191,7 @@ class Scheduler:
             self._is_ahead = False
         return plan if plan.entries else None
 
-    def _plandecodes(self, plan: BatchPlan) -> None:
+    def _plan_decodes(self, plan: BatchPlan) -> None:
         size = self.kv_cache.block_size
         entries = plan.entries
         for sequence in list(self.running):
@@ -200,7 +201,7 @@ class Scheduler:
                 continue
             room = len(sequence.block_ids) * size - sequence.num_kv_rows()
             if room > 0 or self._try_make_room(sequence, 1, plan):
-                entries.append(planned(sequence, 1))
+                entries.append(planned_decode(sequence))
                 plan.num_decodes += 1
 
     def _try_make_room(self, sequence: Sequence, num_tokens: int, plan: BatchPlan) -> bool:

@@ -15,6 +15,7 @@ import msgspec
 import structlog
 
 from headrace.engine.outbox import EventBuffer
+from headrace.engine.policy_control import PolicyControl
 from headrace.errors import (
     EngineFailed,
     InvalidRequest,
@@ -30,6 +31,8 @@ from headrace.types import (
     FromEngine,
     GenerationRequest,
     ModelCard,
+    PolicyPrepared,
+    PolicyReport,
     Progress,
     Ready,
     Refused,
@@ -193,6 +196,7 @@ class StreamingClient:
         self._failure: str | None = None
         self._restarts_total = 0
         self._streams = StreamMultiplexer()
+        self.policies = PolicyControl(client_id, self._send)
         self._settled = asyncio.Event()
         self._log = structlog.get_logger("headrace.engine").bind(replica=client_id)
 
@@ -251,8 +255,11 @@ class StreamingClient:
             self._card = frame.card
             self._failure = None
             self._set_state("ready")
+            self.policies.ready()
         elif isinstance(frame, Failed):
             self._failure = frame.message
+        elif isinstance(frame, PolicyPrepared | PolicyReport):
+            self.policies.receive(frame)
         else:
             self._streams.receive(frame)
 

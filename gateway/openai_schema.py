@@ -46,6 +46,7 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     priority: int | None = None
     user: Any = None
     cache_salt: str | None = None
+    cache_ttl: float | None = None
     slo: ServiceObjective | None = None
     response_format: Any = None
     structured_outputs: Any = None

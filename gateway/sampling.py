@@ -122,6 +122,10 @@ def check_common(body: GenerationBody) -> None:
             f"{shown(body.priority)}",
             param="priority",
         )
+    if body.cache_ttl is not None and not 0 < body.cache_ttl < math.inf:
+        raise InvalidRequest(
+            f"cache_ttl must be above 0 seconds, got {body.cache_ttl:g}", param="cache_ttl"
+        )
     if body.slo is not None:
         for name in ("ttft_ms", "tpot_ms"):
             value = getattr(body.slo, name)

@@ -17,6 +17,7 @@ import structlog
 
 from headrace.config import Choice, ReplicaConfig
 from headrace.config.resources import resolve_engine
+from headrace.config.schema import PoliciesConfig
 from headrace.errors import BackendUnavailable, ModelError
 from headrace.group import SingleRank
 from headrace.interfaces import (
@@ -30,12 +31,13 @@ from headrace.interfaces import (
 from headrace.plugins.manager import create_plugin_manager
 from headrace.plugins.options import build_options
 from headrace.plugins.registry import Registries, Registry
-from headrace.policy_guard import SchedulingGuard
-from headrace.types import EngineSettings, ModelCard
+from headrace.policy_guard import EvictionGuard, GuardLimits, PolicyGuard, SchedulingGuard
+from headrace.types import EngineSettings, ModelCard, PolicyChoice
 from headrace.types.units import format_size
 
 if TYPE_CHECKING:
     from headrace.engine.engine import Engine
+    from headrace.engine.policy_switch import PolicySwitch
 
 Report = Callable[[str, float], None]
 
@@ -46,6 +48,8 @@ class BuiltEngine:
 
     engine: Engine
     card: ModelCard
+    switch: PolicySwitch
+    """The engine's policies, to be swapped while it runs."""
 
 
 def build_engine(
@@ -63,7 +67,7 @@ def build_engine(
     from headrace.clock import SystemClock
     from headrace.engine.engine import Engine
     from headrace.engine.intake import ServedModel
-    from headrace.policies.scheduling.fcfs import FirstComeFirstServed
+    from headrace.engine.policy_switch import PolicySwitch
     from headrace.text.tokenizer import Tokenizer
 
     config = replica if isinstance(replica, ReplicaConfig) else ReplicaConfig.from_dict(replica)
@@ -74,7 +78,7 @@ def build_engine(
     registries = Registries.from_manager(manager)
     base_dir = pathlib.Path(config.base_dir)
     policies = config.model.policies
-    policy = create(registries, "scheduling", policies.scheduling, base_dir)
+    guards, limits = create_guards(registries, policies, base_dir)
     quantization = create(registries, "quantization", policies.quantization, base_dir)
     backend = open_backend(registries, config.model.backend, base_dir, clock)
     model = open_model_source(config, registries, report)
@@ -96,11 +100,43 @@ def build_engine(
         ),
         settings=settings,
         num_blocks=num_blocks,
-        policy=SchedulingGuard(policy, FirstComeFirstServed()),
+        policy=guards["scheduling"],
+        eviction=guards["eviction"],
         clock=clock,
     )
     card = make_card(config, model, settings, runner, num_blocks)
-    return BuiltEngine(engine=engine, card=card)
+    switch = PolicySwitch(
+        guards,
+        lambda kind, choice: registries.create(kind, choice.use, choice.options, base_dir),
+        limits.watchdog,
+    )
+    return BuiltEngine(engine=engine, card=card, switch=switch)
+
+
+def create_guards(
+    registries: Registries, policies: PoliciesConfig, base_dir: pathlib.Path
+) -> tuple[dict[str, PolicyGuard[Any]], GuardLimits]:
+    """Return the engine's policies of every kind that can be swapped, guarded by one watchdog."""
+    from headrace.policies.eviction.lru import LeastRecentlyUsed
+    from headrace.policies.scheduling.fcfs import FirstComeFirstServed
+
+    limits = GuardLimits()
+    guards: dict[str, PolicyGuard[Any]] = {
+        "scheduling": SchedulingGuard(
+            create(registries, "scheduling", policies.scheduling, base_dir),
+            FirstComeFirstServed(),
+            limits,
+        ),
+        "eviction": EvictionGuard(
+            create(registries, "eviction", policies.eviction, base_dir),
+            LeastRecentlyUsed(),
+            limits,
+        ),
+    }
+    for kind, guard in guards.items():
+        choice: Choice = getattr(policies, kind)
+        guard.choice = PolicyChoice(choice.use, choice.options)
+    return guards, limits
 
 
 def create(registries: Registries, kind: str, choice: Choice, base_dir: pathlib.Path) -> Any:

@@ -196,6 +196,9 @@ class PolicyGuard(Generic[PolicyT]):
             self._good_calls = 0
 
 
+_ALL = 1 << 62
+
+
 class SchedulingGuard(PolicyGuard[SchedulingPolicy]):
     kind: ClassVar[str] = "scheduling"
 
@@ -238,15 +241,15 @@ class SchedulingGuard(PolicyGuard[SchedulingPolicy]):
             self._strike("next_decision_at", error)
             return None
 
-    def num_to_start(self, view: SchedulerView) -> float:
-        """Return how many of the order may start while prompts are being computed; inf: all."""
+    def num_to_start(self, view: SchedulerView) -> int:
+        """Return how many of the order may start while prompts are being computed."""
         if self.is_benched or not hasattr(self._policy, "num_to_start"):
-            return math.inf
+            return _ALL
         try:
             return checked_count(self._timed(lambda: self._policy.num_to_start(view)))  # type: ignore[attr-defined]
         except (Exception, SystemExit, PolicyTimeout) as error:
             self._strike("num_to_start", error)
-            return math.inf
+            return _ALL
 
 
 class EvictionGuard(PolicyGuard[EvictionPolicy]):

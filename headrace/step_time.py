@@ -67,6 +67,17 @@ class StepTimeModel:
         return self._formula
 
     @property
+    def coefficients(self) -> tuple[float, float, float, float]:
+        """Seconds per step, prompt token, sequence and KV row."""
+        formula = self._formula
+        return (
+            formula.base_seconds,
+            formula.seconds_per_prefill_token,
+            formula.seconds_per_sequence,
+            formula.seconds_per_kv_row,
+        )
+
+    @property
     def is_fitted(self) -> bool:
         """Whether enough steps were seen for predictions to mean anything."""
         return self.num_steps >= _WARMUP_STEPS

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import ctypes
 import gc
+import importlib
 import os
 import signal
 import socket
@@ -66,7 +67,11 @@ class Worker:
             threading.Thread(target=self._read, name="reader", daemon=True).start()
             built = self._build(start.config, report=self._report)
             engine = built.engine
-            self._loop = EngineLoop(engine, self._outbox.put, return_free_memory)
+            self._loop = EngineLoop(
+                engine, self._outbox.put, return_free_memory, switch=built.switch
+            )
+            if built.switch is not None:
+                built.switch.watchdog.on_stuck = self._give_up
             gc.collect()
             gc.freeze()  # what is loaded stays: no later collection walks it between two steps
             self._loop.announce(built.card)
@@ -103,6 +108,14 @@ class Worker:
             signal.pthread_kill(main_thread, signal.SIGTERM)
         time.sleep(patience)
         os._exit(0)  # the engine is inside a step or a load that does not end
+
+    def _give_up(self, reason: str) -> None:
+        """End the process, whatever its main thread does; called by the watchdog's thread."""
+        _log().error("engine gives up", reason=reason)
+        self._outbox.put(Failed(reason, told_clients=reason))
+        self._outbox.close()
+        time.sleep(_FLUSH_SECONDS)
+        os._exit(1)
 
     def _watch_signals(self) -> None:
         """Act on SIGTERM in a thread of its own, which the kernel wakes through a pipe.
@@ -179,7 +192,11 @@ def main(arguments: Sequence[str] | None = None, *, build: Build | None = None) 
     """Connect to the parent's socket and serve an engine on it; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m headrace.worker", description=__doc__)
     parser.add_argument("--socket", required=True, help="the Unix socket to connect to")
-    path = parser.parse_args(arguments).socket
+    parser.add_argument(
+        "--preload", action="append", default=[], help="a module to import before it is needed"
+    )
+    parsed = parser.parse_args(arguments)
+    path = parsed.socket
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -189,6 +206,9 @@ def main(arguments: Sequence[str] | None = None, *, build: Build | None = None) 
         sys.stderr.write(f"cannot connect to {path}: {error}\n")
         return 1
     with contextlib.closing(connection):
+        for module in parsed.preload:
+            with contextlib.suppress(Exception):  # whoever needs it says so
+                importlib.import_module(module)
         return Worker(FrameSocket(connection), build or _build_configured).run()
 
 

@@ -39,6 +39,11 @@ def headrace_register_routing() -> list[ClassReference]:
 
 
 @hookimpl
+def headrace_register_eviction() -> list[ClassReference]:
+    return _references("headrace.policies.eviction")
+
+
+@hookimpl
 def headrace_register_quantization() -> list[ClassReference]:
     return _references("headrace.policies.quantization")
 

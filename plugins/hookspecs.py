@@ -14,6 +14,7 @@ import pluggy
 from headrace.interfaces import (
     AdmissionPolicy,
     Backend,
+    EvictionPolicy,
     ModelArchitecture,
     QuantizationPolicy,
     RoutingPolicy,
@@ -57,6 +58,11 @@ def headrace_register_admission() -> Sequence[type[AdmissionPolicy] | ClassRefer
 @hookspec
 def headrace_register_routing() -> Sequence[type[RoutingPolicy] | ClassReference]:  # type: ignore[empty-body]
     """Return routing policies: which replica serves a request."""
+
+
+@hookspec
+def headrace_register_eviction() -> Sequence[type[EvictionPolicy] | ClassReference]:  # type: ignore[empty-body]
+    """Return eviction policies: which reusable KV blocks go first."""
 
 
 @hookspec

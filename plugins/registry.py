@@ -19,6 +19,7 @@ from headrace.errors import PluginError, did_you_mean
 from headrace.interfaces import (
     AdmissionPolicy,
     Backend,
+    EvictionPolicy,
     ModelArchitecture,
     QuantizationPolicy,
     RoutingPolicy,
@@ -35,6 +36,7 @@ KINDS: Mapping[str, type[Any]] = {
     "scheduling": SchedulingPolicy,
     "admission": AdmissionPolicy,
     "routing": RoutingPolicy,
+    "eviction": EvictionPolicy,
     "quantization": QuantizationPolicy,
 }
 LABELS: Mapping[str, str] = {
@@ -43,6 +45,7 @@ LABELS: Mapping[str, str] = {
     "scheduling": "scheduling policy",
     "admission": "admission policy",
     "routing": "routing policy",
+    "eviction": "eviction policy",
     "quantization": "quantization policy",
 }
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
@@ -121,6 +124,7 @@ class Registries:
     scheduling: Registry
     admission: Registry
     routing: Registry
+    eviction: Registry
     quantization: Registry
 
     @classmethod

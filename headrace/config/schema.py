@@ -117,6 +117,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class PoliciesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     scheduling: Choice = Choice("fcfs")
     """Who runs next, who is preempted."""
+    eviction: Choice = Choice("lru")
+    """Which reusable KV blocks go first."""
     quantization: Choice = Choice("none")
     """Which weights are held in which scheme."""
 

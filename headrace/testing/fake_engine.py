@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from headrace.engine.policy_switch import PolicySwitch
 from headrace.errors import InvalidRequest, Unavailable
 from headrace.types import EngineStats, GenerationRequest, ModelCard, TokenEvent, Usage
 
@@ -107,6 +108,7 @@ class FakeBuilt:
 
     engine: FakeEngine
     card: ModelCard
+    switch: PolicySwitch | None = None
 
 
 def fake_card(name: str = "fake") -> ModelCard:

@@ -14,6 +14,7 @@ from typing import Any
 
 from headrace.interfaces import (
     AdmissionPolicy,
+    EvictionPolicy,
     QuantizationPolicy,
     RoutingPolicy,
     SchedulingPolicy,
@@ -22,13 +23,17 @@ from headrace.plugins.contract import check_class
 from headrace.policy_guard import (
     Nonsense,
     checked_budget,
+    checked_count,
+    checked_key,
     checked_order,
     checked_replica_id,
+    checked_time,
     checked_verdict,
     checked_victim,
 )
 from headrace.types import (
     AdmissionView,
+    BlockView,
     Queue,
     Reject,
     ReplicaView,
@@ -70,11 +75,39 @@ def check_scheduling_policy(make: Callable[[], SchedulingPolicy], *, seed: int =
                 checked_victim(policy.choose_victim(list(views), state), views)
         with _judging(policy, "prefill_budget"):
             checked_budget(policy.prefill_budget(state), state)
+        for name, check in (("next_decision_at", checked_time), ("num_to_start", checked_count)):
+            if hasattr(policy, name):
+                with _judging(policy, name):
+                    check(getattr(policy, name)(state))
         with _judging(policy, "observe"):
             _require(views == before, "or a method before it changed the views it was shown")
             if hasattr(policy, "observe"):
                 tokens = {view.request_id: 1 for view in views}
                 policy.observe(StepFacts(state.now, 0.01, tokens, ()))
+
+
+def check_eviction_policy(make: Callable[[], EvictionPolicy], *, seed: int = 0) -> None:
+    """Keys are numbers or tuples of them, asked again later or never, and the same for the same block."""
+    policy, twin = make(), make()
+    check_class("eviction policy", EvictionPolicy, type(policy), "checked")
+    rng = random.Random(seed)
+    for step in range(200):
+        now = 100.0 + step
+        block = BlockView(
+            block_id=rng.randrange(256),
+            tenant=f"tenant-{rng.randint(0, 2)}",
+            priority=rng.randint(-2, 2),
+            depth=rng.randint(0, 40),
+            hits=rng.choice([0, 0, 1, 50]),
+            last_used=now - rng.choice([0.0, 1.0, 90.0]),
+            pinned_until=rng.choice([0.0, now - 1, now + 60]),
+            tenant_share=rng.random(),
+        )
+        before = copy.deepcopy(block)
+        with _judging(policy, "key"):
+            key = checked_key(policy.key(block, now), now)
+            _require(key == checked_key(twin.key(block, now), now), "gave two different keys")
+            _require(block == before, "changed the block it was shown")
 
 
 def check_routing_policy(make: Callable[[], RoutingPolicy], *, seed: int = 0) -> None:

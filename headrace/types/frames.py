@@ -220,9 +220,19 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """The engine cannot start or cannot go on."""
 
     message: str
+    told_clients: str = ""
+    """The part of the reason that is for those whose requests it ends."""
 
 
 ToEngine = StartEngine | Submit | Abort | PreparePolicy | CommitPolicy | DropPolicy | Ping | Stop
 FromEngine = (
-    Progress | Ready | Accepted | Refused | StepEvents | PolicyPrepared | PolicyReport | Pong | Failed
+    Progress
+    | Ready
+    | Accepted
+    | Refused
+    | StepEvents
+    | PolicyPrepared
+    | PolicyReport
+    | Pong
+    | Failed
 )

@@ -152,6 +152,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     tpot_target_seconds: float | None = None
     cache_salt: str = ""
     """Mixed into every prefix-cache key: requests with different salts share nothing."""
+    cache_ttl_seconds: float | None = None
+    """Asks for the prompt's KV blocks to be kept so long after the request; the eviction policy weighs it."""
     context_id: str | None = None
     prefix_hashes: tuple[bytes, ...] = ()
     """Digests of the prompt's full blocks where the gateway has computed them already."""
@@ -163,6 +165,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
             value: Any = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise InvalidRequest(f"{name} must be above 0, got {value}", param="slo")
+        ttl = self.cache_ttl_seconds
+        if ttl is not None and not (math.isfinite(ttl) and ttl > 0):
+            raise InvalidRequest(f"cache_ttl must be above 0, got {ttl}", param="cache_ttl")
 
 
 def check_token_ids(request: GenerationRequest, vocab_size: int) -> None:

@@ -95,6 +95,7 @@ def test_plugins_lists_kind_name_origin_and_availability(headrace) -> None:  # t
         "backends",
         "models",
         "scheduling",
+        "eviction",
         "admission",
         "routing",
         "quantization",

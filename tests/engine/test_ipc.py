@@ -15,10 +15,17 @@ from headrace.testing.fake_engine import fake_card
 from headrace.types import (
     Abort,
     Accepted,
+    CommitPolicy,
+    DropPolicy,
     EngineStats,
     Failed,
     FromEngine,
     GenerationRequest,
+    PolicyChoice,
+    PolicyPrepared,
+    PolicyReport,
+    PolicyState,
+    PreparePolicy,
     Progress,
     Ready,
     Refused,
@@ -61,6 +68,9 @@ TO_ENGINE: list[ToEngine] = [
     StartEngine(config={"models": [{"name": "m"}], "path": "/x"}),
     Submit(REQUEST),
     Abort("r"),
+    PreparePolicy(1, "scheduling", PolicyChoice("./p.py:P", {"weight": 0.5})),
+    CommitPolicy(1),
+    DropPolicy(1),
     Stop(),
 ]
 FROM_ENGINE: list[FromEngine] = [
@@ -69,6 +79,8 @@ FROM_ENGINE: list[FromEngine] = [
     Accepted("r"),
     Refused("r", ErrorInfo(code="x", message="y", http_status=400, param="prompt")),
     StepEvents([EVENT], EngineStats(num_running=1), 0.5),
+    PolicyPrepared(1, "it has no class P"),
+    PolicyReport([PolicyState(kind="scheduling", name="fcfs", use="fcfs", strikes=1)], 1),
     Failed("why"),
 ]
 

@@ -116,6 +116,7 @@ def test_logit_bias_keys(client: TestClient, key: str) -> None:
         ("slo", {"tpot_ms": -5}, "slo.tpot_ms", ["-5"]),
         ("slo", 5, "slo", ["object"]),
         ("cache_salt", 5, "cache_salt", ["string"]),
+        ("cache_ttl", 0, "cache_ttl", ["above 0"]),
         ("response_format", {"type": "json_object"}, "response_format", ["text"]),
         ("response_format", {"type": "foo"}, "response_format", ["text"]),
         ("response_format", "text", "response_format", ["text"]),
@@ -256,7 +257,7 @@ OPTIONAL = {
     CHAT: (
         "model max_tokens max_completion_tokens temperature top_p n stop seed presence_penalty "
         "frequency_penalty logit_bias stream stream_options top_k min_p repetition_penalty "
-        "min_tokens stop_token_ids ignore_eos priority cache_salt slo response_format "
+        "min_tokens stop_token_ids ignore_eos priority cache_salt cache_ttl slo response_format "
         "structured_outputs guided_json guided_regex guided_choice guided_grammar logprobs "
         "top_logprobs tools functions tool_choice function_call add_generation_prompt "
         "continue_final_message chat_template_kwargs chat_template user metadata store"
@@ -264,7 +265,7 @@ OPTIONAL = {
     COMPLETIONS: (
         "model max_tokens temperature top_p n stop seed presence_penalty frequency_penalty "
         "logit_bias stream stream_options top_k min_p repetition_penalty min_tokens "
-        "stop_token_ids ignore_eos priority cache_salt slo response_format structured_outputs "
+        "stop_token_ids ignore_eos priority cache_salt cache_ttl slo response_format structured_outputs "
         "guided_json guided_regex guided_choice guided_grammar echo logprobs best_of suffix user"
     ).split(),
 }

@@ -19,6 +19,7 @@ from headrace.plugins.registry import KINDS, Registries
 from headrace.plugins.script import load_class
 from headrace.testing.policies import (
     check_admission_policy,
+    check_eviction_policy,
     check_quantization_policy,
     check_routing_policy,
     check_scheduling_policy,
@@ -30,6 +31,7 @@ TEXT = DOCS.read_text()
 HOOKS = [name for name in vars(hookspecs) if name.startswith("headrace_")]
 CHECKS: dict[str, Callable[..., None]] = {
     "scheduling": check_scheduling_policy,
+    "eviction": check_eviction_policy,
     "routing": check_routing_policy,
     "admission": check_admission_policy,
     "quantization": check_quantization_policy,

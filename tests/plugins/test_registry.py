@@ -51,10 +51,18 @@ def test_every_kind_has_a_hook_a_registry_and_a_label() -> None:
 
 def test_builtins_are_there_and_load() -> None:
     found = registries()
-    assert found.scheduling.names() == ["fcfs", "priority"]
+    assert found.scheduling.names() == [
+        "deficit_prefix",
+        "fair_share",
+        "fcfs",
+        "priority",
+        "shortest_first",
+        "slo",
+    ]
+    assert found.eviction.names() == ["lfu", "lru", "priority_ttl"]
     assert found.routing.names() == ["round_robin"]
     assert found.admission.names() == ["unlimited"]
-    assert found.quantization.names() == ["none"]
+    assert found.quantization.names() == ["int4", "int8", "mixed", "none"]
     assert {"cpu", "simulated"} <= set(found.backends.names())
     assert {"llama", "mistral", "qwen2", "qwen3", "gemma3_text", "scripted"} <= set(
         found.models.names()

@@ -17,6 +17,7 @@ from headrace.policies.scheduling.fcfs import FirstComeFirstServed
 from headrace.policies.scheduling.priority import PriorityFirst
 from headrace.testing.policies import (
     check_admission_policy,
+    check_eviction_policy,
     check_quantization_policy,
     check_routing_policy,
     check_scheduling_policy,
@@ -35,6 +36,7 @@ from headrace.types import (
 
 CHECKS: dict[str, Callable[..., None]] = {
     "scheduling": check_scheduling_policy,
+    "eviction": check_eviction_policy,
     "routing": check_routing_policy,
     "admission": check_admission_policy,
     "quantization": check_quantization_policy,
