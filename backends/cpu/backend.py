@@ -73,6 +73,11 @@ class CpuBackend:
                 f"models.*.engine.activations is {settings.activations}, which only the CPU's fast path "
                 f"computes, and that cannot serve '{model.name}' here: {reason}; set it to precise"
             )
+        if settings.kv_dtype == "int8":
+            raise ConfigError(
+                f"engine.kv_dtype is 'int8', which only the fast path of backend 'cpu' keeps, and it cannot "
+                f"serve model '{model.name}' here: {reason}; write kv_dtype: auto"
+            )
         structlog.get_logger(__name__).info("reference path", model=model.name, reason=reason)
         from headrace.backends.cpu.ops import CpuOps
         from headrace.backends.runner import OpsRunner

@@ -40,7 +40,8 @@ def kv_dtype_of(name: str) -> torch.dtype:
     """Return the storage type. ConfigError where this backend has none of that name."""
     if name not in DTYPES:
         raise ConfigError(
-            f"backend 'cpu' stores keys and values in {', '.join(DTYPES)}; kv_dtype is {name!r}"
+            f"the reference path of backend 'cpu' stores keys and values in {', '.join(DTYPES)}; "
+            f"kv_dtype is {name!r}; write kv_dtype: auto"
         )
     return DTYPES[name]
 

@@ -19,6 +19,7 @@ Count = Annotated[int, Bounds(1, None)]
 Pause = Annotated[float, Unit("duration"), Bounds(0.01, None)]
 """Shorter, and the event loop would do nothing but wait for it."""
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+KVDtypeName = Literal["auto", "float32", "bfloat16", "float16", "int8"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +91,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     dtype: DtypeName = "auto"
     """Activations and dense weights; auto: as the checkpoint stores them."""
-    kv_dtype: DtypeName = "auto"
-    """Keys and values; auto: the same as dtype."""
+    kv_dtype: KVDtypeName = "auto"
+    """Keys and values; auto: the same as dtype; int8: a scale per row and head, about half the memory."""
     num_threads: Auto | Count = "auto"
     """Compute threads of one replica; auto: this host's CPUs shared by its replicas."""
     kv_memory: Auto | Bytes = "auto"
@@ -109,7 +110,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prefix_caching: bool = True
     """Reuse the KV rows of a prefix that an earlier request has computed."""
     deterministic: bool = False
-    """Results independent of the batch, bit for bit; slower."""
+    """Results depend on nothing else in the batch, bit for bit; slower only where a path is not so anyway."""
     activations: Literal["precise", "int8"] = "precise"
     """Backend cpu, products with integer weights: int8 is faster for many rows and less exact."""
 

@@ -65,7 +65,8 @@ def test_an_unknown_level_is_named_with_the_known() -> None:
         ({}, ""),
         ({"block_size": 32}, ""),
         ({"dtype": "float16"}, ""),
-        ({"deterministic": True}, "deterministic"),
+        ({"deterministic": True}, ""),
+        ({"kv_dtype": "int8"}, ""),
         ({"dtype": "float32"}, "dtype float32"),
         ({"kv_dtype": "float32"}, "dtype bfloat16 with kv_dtype float32"),
         ({"block_size": 8}, "block_size 8"),
@@ -80,7 +81,8 @@ def test_settings_it_cannot_serve_have_a_reason(changes: dict[str, Any], reason:
     ("level", "settings", "kind"),
     [
         (capability.level(), FAST, FastRunner),
-        (capability.level(), msgspec.structs.replace(FAST, deterministic=True), OpsRunner),
+        (capability.level(), msgspec.structs.replace(FAST, deterministic=True), FastRunner),
+        (capability.level(), msgspec.structs.replace(FAST, dtype="float32"), OpsRunner),
     ],
 )
 def test_the_backend_chooses_once_per_model(
@@ -106,6 +108,20 @@ def test_a_model_that_does_not_fit_tiles_gets_the_reference_path(
     runner = backend.create_runner(model, SingleRank(), FAST)
     assert isinstance(runner, OpsRunner)
     runner.close()
+
+
+def test_int8_rows_without_the_fast_path_are_refused_with_the_reason(
+    tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(capability.VARIABLE, capability.level())
+    model = open_checkpoint(tiny_checkpoint(config={"intermediate_size": 80}))
+    backend = CpuBackend.open(0, None, SystemClock())
+    small = msgspec.structs.replace(FAST, kv_dtype="int8")
+    with pytest.raises(ConfigError, match=r"kv_dtype is 'int8'.*multiple of.*kv_dtype: auto"):
+        backend.create_runner(model, SingleRank(), small)
+    small = msgspec.structs.replace(small, block_size=8)
+    with pytest.raises(ConfigError, match=r"kv_dtype is 'int8'.*block_size 8.*kv_dtype: auto"):
+        backend.create_runner(model, SingleRank(), small)
 
 
 SCRIPT = """
@@ -164,9 +180,11 @@ def test_every_level_computes_the_same_model_without_torch(smollm2_gguf: Path) -
 )
 def test_operations_are_right_at_lower_levels(level: str) -> None:
     """The operations' own tests, in a process whose kernels are of that level."""
-    tests = Path(__file__).with_name("test_cpu_fast_ops.py")
+    tests = [
+        str(Path(__file__).with_name(f"test_cpu_fast_{name}.py")) for name in ("ops", "attention")
+    ]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", str(tests)],
+        [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests],
         env={**os.environ, capability.VARIABLE: level},
         capture_output=True,
         text=True,

@@ -8,65 +8,22 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from fast_beside_oracle import BLOCKS, both, settings_for
 from numpy.typing import NDArray
 
 from headrace.backends.batches import SequenceStep, forward_batch
 from headrace.backends.cpu.fast.packing import UnsupportedModel
 from headrace.backends.cpu.fast.runner import FastRunner
-from headrace.backends.runner import OpsRunner
 from headrace.group import SingleRank
-from headrace.interfaces import AttentionSpec, LoadedModel
+from headrace.interfaces import LoadedModel
 from headrace.models.dequantize import to_float32
 from headrace.models.gguf_types import FORMAT_OF_SCHEME
-from headrace.testing.numpy_ops import NumpyOps
 from headrace.testing.small_models import bf16_exact, plain_part, small_model
-from headrace.types import EngineSettings, KVGroupSpec, WeightPart
+from headrace.types import WeightPart
 
 Floats = NDArray[np.float32]
 VOCAB = 50
-MAX_POSITIONS = 512
-BLOCKS = 40
 RANDOM = np.random.default_rng(5)
-
-
-class OracleRunner:
-    """OpsRunner on NumpyOps that keeps the result of the forward."""
-
-    def __init__(self, model: LoadedModel, settings: EngineSettings) -> None:
-        self._ops = NumpyOps()
-        self._model = model
-        self._runner = OpsRunner(self._ops, model, SingleRank(), settings, schemes=NumpyOps.schemes)
-
-    def result(self, batches: Sequence[Any]) -> Floats:
-        self._runner.allocate(BLOCKS)
-        for batch in batches:
-            step = self._ops.plan_step(batch)
-            found = self._model.architecture.forward(
-                self._ops, SingleRank(), self._runner._weights, step
-            )
-        return np.asarray(found, np.float32)
-
-
-def settings_for(num_threads: int = 2, block_size: int = 16) -> EngineSettings:
-    return EngineSettings(
-        num_threads=num_threads, block_size=block_size, max_model_len=MAX_POSITIONS
-    )
-
-
-def both(
-    model: LoadedModel, batches: Sequence[Any], settings: EngineSettings | None = None
-) -> tuple[Floats, Floats]:
-    """Return what the fast path and what the oracle give for the last batch."""
-    settings = settings or settings_for()
-    runner = FastRunner(model, SingleRank(), settings)
-    try:
-        runner.allocate(BLOCKS)
-        for batch in batches:
-            runner.execute(batch)
-        found = runner.last_logits()
-    finally:
-        runner.close()
-    return found, OracleRunner(model, settings).result(batches)
 
 
 def rows_batch(num_rows: int, sample_rows: Sequence[int] | None = None) -> Any:
@@ -278,91 +235,3 @@ def test_sizes_that_do_not_fit_tiles_are_refused() -> None:
         model = product_model(parts, input_rows(parts[0].shape[1]))
         with pytest.raises(UnsupportedModel, match="multiple of"):
             FastRunner(model, SingleRank(), settings_for())
-
-
-# --- attention ------------------------------------------------------------------
-
-
-def attention_model(spec: AttentionSpec, rotary: int) -> LoadedModel:
-    """embed -> split -> rope_write_kv -> paged_attention -> take_rows."""
-    q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    rows = input_rows(q_size + 2 * kv_size)
-    frequencies = 100.0 ** -(np.arange(rotary // 2) / (rotary // 2))
-
-    def load(ops: Any, parts: Mapping[str, WeightPart], settings: Any) -> Any:
-        table = ops.rope_table(frequencies, 1.0, settings.max_positions)
-        return ops.hold([parts["embedding"]]), table
-
-    def forward(ops: Any, weights: Any, step: Any) -> Any:
-        x = ops.embed(weights[0], step)
-        q, k, v = ops.split(x, [q_size, kv_size, kv_size])
-        q = ops.rope_write_kv(q, k, v, weights[1], 0, step)
-        return ops.take_rows(ops.paged_attention(q, 0, spec, step), step)
-
-    group = KVGroupSpec(
-        name="all", layers=(0,), num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim,
-        sliding_window=spec.sliding_window,
-    )  # fmt: skip
-    parts = {"embedding": plain_part("embedding", rows)}
-    return small_model(parts, load, forward, width=q_size, groups=[group])
-
-
-def mixed_batches(block_size: int) -> list[Any]:
-    """Two prompts, then decodes beside the rest of a third, all through scattered tables."""
-    blocks = np.random.default_rng(3).permutation(BLOCKS).tolist()
-    per_sequence = -(-170 // block_size)
-    tables = [blocks[i * per_sequence : (i + 1) * per_sequence] for i in range(3)]
-    tokens = RANDOM.integers(0, VOCAB, 400).tolist()
-    prompts = [
-        SequenceStep(tokens[:131], 0, tables[0]),
-        SequenceStep(tokens[:1], 0, tables[1]),
-        SequenceStep(tokens[100:133], 0, tables[2]),
-    ]
-    following = [
-        SequenceStep([7], 131, tables[0]),
-        SequenceStep(tokens[50:101], 33, tables[2], range(51)),
-        SequenceStep([9], 1, tables[1]),
-    ]
-    return [forward_batch(steps, block_size=block_size) for steps in (prompts, following)]
-
-
-SPECS = {
-    "like SmolLM2": (AttentionSpec(9, 3, 64, 0.125), 64, 16),
-    "one head": (AttentionSpec(1, 1, 32, 0.25), 16, 16),
-    "window": (AttentionSpec(4, 1, 32, 0.2, sliding_window=20), 32, 32),
-    "window of one": (AttentionSpec(2, 2, 16, 0.2, sliding_window=1), 16, 16),
-    "capped": (AttentionSpec(4, 2, 80, 0.3, softcap=5.0), 32, 16),
-    "many heads share": (AttentionSpec(14, 2, 96, 0.1), 96, 48),
-    "wide": (AttentionSpec(4, 1, 256, 0.0625, sliding_window=100), 256, 16),
-}
-
-
-@pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("num_threads", [1, 2])
-def test_attention_of_a_mixed_batch(name: str, num_threads: int) -> None:
-    spec, rotary, block_size = SPECS[name]
-    batches = mixed_batches(block_size)
-    model = attention_model(spec, rotary)
-    found, expected = both(model, batches, settings_for(num_threads, block_size))
-    assert len(found) == 53
-    np.testing.assert_allclose(found, expected, atol=0.02, rtol=0.02)
-
-
-def test_attention_never_reads_past_a_sequence() -> None:
-    spec, rotary, block_size = SPECS["like SmolLM2"]
-    model = attention_model(spec, rotary)
-    runner = FastRunner(model, SingleRank(), settings_for())
-    try:
-        runner.allocate(BLOCKS)
-        batches = mixed_batches(block_size)
-        runner.execute(batches[0])
-        runner.execute(batches[1])
-        clean = runner.last_logits()
-        taken = {int(slot) for batch in batches for slot in batch.slots.ravel()}
-        spoiled = [slot for slot in range(BLOCKS * block_size) if slot not in taken]
-        broken = np.full((len(spoiled), 3, 64), np.nan, np.float32)
-        runner.write_rows(0, spoiled, broken, broken)
-        runner.execute(batches[1])
-        np.testing.assert_array_equal(runner.last_logits(), clean)
-    finally:
-        runner.close()

@@ -44,21 +44,31 @@ def cpu_runner(model: LoadedModel, settings: EngineSettings) -> Runner:
 ENGINES = (
     "numpy gemma3_text",
     *(f"cpu {name}" for name in ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")),
+    "cpu gemma3_text bfloat16",
+    "cpu llama int8",
 )
+"""Operations, model and, on the CPU's fast path, how keys and values are kept."""
 
 
 @pytest.fixture(params=ENGINES)
 def make(request: pytest.FixtureRequest, tiny_checkpoint: Callable[..., Path]) -> Make:
     """Return `make(num_blocks, **settings)`: an engine over a tiny model, some with sliding windows."""
-    operations, model_type = request.param.split()
+    operations, model_type, *fast = request.param.split()
     model = open_checkpoint(tiny_checkpoint(model_type))
     new_runner = {"numpy": numpy_runner, "cpu": cpu_runner}[operations]
+    dtypes = {"dtype": "float32", "kv_dtype": "float32"}
+    if fast:
+        dtypes = {"dtype": "bfloat16", "kv_dtype": fast[0]}
 
     def make(num_blocks: int = 64, **settings: Any) -> EngineDriver:
         table: dict[str, Any] = {"max_model_len": 96, "max_num_sequences": 8, "block_size": 8}
-        table |= {"deterministic": True, **settings}
-        full = EngineSettings(dtype="float32", kv_dtype="float32", **table)
+        if fast:  # whose blocks are twice as large
+            table |= {"block_size": 16, "num_threads": 2}
+            num_blocks //= 2
+        table |= {"deterministic": True, **settings, **dtypes}
+        full = EngineSettings(**table)
         runner = new_runner(model, full)
+        assert fast == [] or type(runner).__name__ == "FastRunner"
         vocab_size = min(model.architecture.vocab_size, driver_tokenizer().vocab_size)
         return drive_runner(runner, full, num_blocks, vocab_size)
 
@@ -112,6 +122,7 @@ def test_any_chunks(make: Make, plain: Callable[[list[Answer]], None], budget: i
 
 
 def test_cached(make: Make, plain: Callable[[list[Answer]], None]) -> None:
+    """Q04: int8 rows found in the cache give the bits of rows just computed."""
     driver = make()
     run(driver)
     plain(run(driver))
@@ -149,6 +160,7 @@ def test_prompts_around_the_block_size_sent_three_times(make: Make, exact: bool)
 def test_preempted_and_resumed(
     make: Make, plain: Callable[[list[Answer]], None], prefix_caching: bool
 ) -> None:
+    """Q04: int8 rows written again after a preemption give the bits of those before."""
     driver = make(14, max_batched_tokens=16, prefix_caching=prefix_caching)
     plain(run(driver))
     assert driver.engine.stats().preemptions_total > 0

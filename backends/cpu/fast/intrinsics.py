@@ -12,7 +12,7 @@ import platform
 from collections.abc import Callable
 from typing import Any
 
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -20,21 +20,6 @@ from numba.extending import intrinsic
 from headrace.backends.cpu.fast import capability
 
 LANES = 16
-
-
-class _BrainFloat(ir.Type):  # type: ignore[misc]
-    """LLVM's bfloat, which llvmlite does not name."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BrainFloat)
-
-    def __hash__(self) -> int:
-        return hash(_BrainFloat)
-
-
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F16, F32, VOID = ir.HalfType(), ir.FloatType(), ir.VoidType()
 FLOATS, INTS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
@@ -56,12 +41,7 @@ class BrainType(ir.Type):  # type: ignore[misc]
 BRAINS = ir.VectorType(BrainType(), LANES)
 BRAIN_PAIRS = ir.VectorType(BrainType(), 2 * LANES)
 HALVES, BYTES = ir.VectorType(F16, LANES), ir.VectorType(I8, LANES)
-BF16S, BF16_PAIRS = ir.VectorType(_BrainFloat(), LANES), ir.VectorType(_BrainFloat(), 2 * LANES)
 LEVEL = capability.level()
-HAS_PAIR_DOT = LEVEL == capability.AVX512_VNNI and bool(
-    binding.get_host_cpu_features().get("avx512bf16", False)
-)
-"""Whether `Emitter.dot_pairs` is one instruction."""
 DOT_SHIFTS_SIGNED = capability.AVX2 != LEVEL
 """Whether `Emitter.dot` of codes w + 128 gives sum((w + 128) * x), so that 128 * sum(x) must come off."""
 HAS_BRAIN_DOT = capability.has_brain_dot()
@@ -239,19 +219,7 @@ class Emitter:
         ratio = builder.fdiv(builder.fsub(one, e), builder.fadd(one, e))
         return self.call("llvm.copysign.v16f32", FLOATS, ratio, x)
 
-    def narrow(self, x: Any) -> Any:
-        """16 f32 as bf16, rounded to even."""
-        return self.builder.fptrunc(x, BF16S)
-
     # --- what differs by level --------------------------------------------------
-
-    def dot_pairs(self, total: Any, pairs: Any, x: Any) -> Any:
-        """total[i] += the sum over the 2 bf16 of pairs[i] times those of x[i]."""
-        if HAS_PAIR_DOT:
-            pairs, x = self.builder.bitcast(pairs, BF16_PAIRS), self.builder.bitcast(x, BF16_PAIRS)
-            return self.call("llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, total, pairs, x)
-        total = self.fma(self.widen_high(pairs), self.widen_high(x), total)
-        return self.fma(self.widen_low(pairs), self.widen_low(x), total)
 
     def dot(self, total: Any, codes: Any, x: Any, *, is_signed: bool) -> Any:
         """total[i] += the sum over 4 bytes of codes (unsigned) times x (signed), per 32-bit lane.

@@ -1,9 +1,9 @@
-"""Paged attention for decodes and prefill chunks in one batch: softmax and sums in f32, segment by segment.
+"""Paged attention for decodes and prefill chunks in one batch: softmax and sums in f32, by segments.
 
-An item is (sequence, a few of its queries, a run of segments of rows), done once per KV head: the query heads of
-a KV head share the blocks read. Each segment of 128 rows is summed on its own, then joins those before it.
-Segments lie at fixed rows, so whether one item walks all of them or several threads share them, the
-same numbers are added in the same order: where segments are shared, whoever finishes last joins the parts.
+An item is (sequence, a few of its queries, a run of segments of rows), done once per KV head: the query
+heads of a KV head share the blocks read. Each segment of 128 rows is summed on its own, then joins those
+before it. Segments lie at fixed rows, so whether one item walks all of them or several threads share
+them, the same numbers are added in the same order: whoever finishes last joins the parts.
 """
 
 from __future__ import annotations
@@ -190,9 +190,7 @@ def _walk_segments(op, parameters, planes, rows, spans, places):  # type: ignore
             if form == PAIRS:
                 weigh_pairs(place, num_blocks, hidden, seen, softcap, state)
             else:
-                weigh_codes(
-                    place, num_blocks, hidden, seen, softcap, state, values_at, head_dim
-                )
+                weigh_codes(place, num_blocks, hidden, seen, softcap, state, values_at, head_dim)
         num_rows = min(num_blocks * LANES, row + count - offset)
         _blend(form, scores, values_at, num_rows, head_dim, totals, states, num_vectors)
         if is_shared:

@@ -1,4 +1,4 @@
-"""Cuts a step's attention into items: few enough to cost nothing, even enough for every thread to have its share.
+"""Cuts a step's attention into items: few, and even enough that every thread has its share.
 
 How a step is cut changes no result (see kernels_attend), so that the number of threads may decide.
 """
@@ -58,7 +58,10 @@ def plan_items(query_starts, kv_lens, shape, num_threads, items):  # type: ignor
             work += (end - lowest) * count
     share = max(1, work * kv_heads // (num_threads * PIECES_PER_THREAD))
     used, partial, arrival = 0, 0, 0
-    for are_prompts in (True, False):  # prompts first, their last queries, which see most, before the others
+    for are_prompts in (
+        True,
+        False,
+    ):  # prompts first, their last queries, which see most, before the others
         for sequence in range(len(kv_lens)):
             queries = query_starts[sequence + 1] - query_starts[sequence]
             if queries == 0 or (queries > 1) != are_prompts:

@@ -5,8 +5,8 @@ Keys and values have one of two forms. A block of 16 rows of one KV head is
 - PAIRS: bf16. Keys [head_dim / 2][16 rows][2], values [head_dim / 16][8 pairs of rows][16 elements][2];
   queries and weights are rounded to bf16 too, and a dot product of pairs does both sums.
 - CODES: int8 with a scale per row. Keys [head_dim / 4][16 rows][4] of code + 128, then 16 scales f32; values
-  [head_dim / 16][4 quads of rows][16 elements][4], then 16 scales f32. Queries are 256 * high + low and weights
-  128 * high + low, each half a byte, so that the byte dot product of the weights' products does both sums, exactly.
+  [head_dim / 16][4 quads of rows][16 elements][4], then 16 scales f32. Queries are 256 * high + low and
+  weights 128 * high + low, in two bytes each, so that dot products of bytes do both sums, exactly.
 
 A sum runs over its pairs or quads in one fixed order however many vectors and blocks share the loop, and a row
 that is hidden adds zero: a result depends on its own query and rows alone. Scores are in units of log2.
@@ -116,7 +116,7 @@ def score_pairs(
                 for row, pair in zip(rows, sums, strict=True):
                     x = e.broadcast(e.load(e.add(row, e.times(loop.index, 4)), I32))
                     for part, total in zip(parts, pair, strict=False):
-                        e.set(total, e.dot_pairs(e.get(total), part, x))
+                        e.set(total, e.dot_brain(e.get(total), part, x))
             target = e.add(out, e.times(first, 4 * LANES))
             for index, pair in enumerate(sums):
                 for i, total in enumerate(pair[:together]):
@@ -202,14 +202,14 @@ def _join(e: Any, state: Any, top: Any, added: Any) -> None:
         builder.select(_is_finite_low(e, value), builder.extract_element(factors, I32(i)), F32(0.0))
         for i, value in enumerate((before, top))
     )
-    total = builder.fadd(
-        builder.fmul(e.load(state, F32, 4), kept), builder.fmul(added, joined)
-    )
+    total = builder.fadd(builder.fmul(e.load(state, F32, 4), kept), builder.fmul(added, joined))
     for index, value in enumerate((most, total, kept, joined)):
         e.store(value, state, 4 * index)
 
 
-def _hide_and_find_top(e: Any, scores: Any, num_blocks: Any, span: tuple[Any, Any], softcap: Any) -> Any:
+def _hide_and_find_top(
+    e: Any, scores: Any, num_blocks: Any, span: tuple[Any, Any], softcap: Any
+) -> Any:
     """Cap the scores, give rows outside `span` the lowest one, and return the largest."""
     builder = e.builder
     first, last = span
@@ -366,7 +366,7 @@ def blend_pairs(
                 for place, of_vector in zip(places, sums, strict=True):
                     x = e.broadcast(e.load(e.add(place, offset), I32))
                     for part, total in zip(parts, of_vector, strict=False):
-                        e.set(total, e.dot_pairs(e.get(total), part, x))
+                        e.set(total, e.dot_brain(e.get(total), part, x))
 
             with e.loop(whole_blocks) as loop:
                 block = _block(e, blocks, loop.index)
@@ -454,7 +454,9 @@ def blend_codes(
 
 
 @routine()
-def join_partial(e: Any, partial: Any, partial_state: Any, head_dim: Any, total: Any, state: Any) -> None:
+def join_partial(
+    e: Any, partial: Any, partial_state: Any, head_dim: Any, total: Any, state: Any
+) -> None:
     """Let one vector's sums of a segment, computed elsewhere, join its total as if computed here."""
     _join(e, state, e.load(partial_state, F32), e.load(partial_state, F32, 4))
     with e.loop(e.builder.sdiv(head_dim, e.integer(LANES))) as loop:
@@ -500,7 +502,9 @@ def query_codes(e: Any, x: Any, scale: Any, out: Any, head_dim: Any) -> None:
         high = builder.ashr(builder.add(code, e.fill(128, INTS)), e.fill(8, INTS))
         low = builder.sub(code, builder.shl(high, e.fill(8, INTS)))
         low = e.call("llvm.smax.v16i32", INTS, low, e.fill(-127, INTS))  # -128 has no negative
-        e.set(whole, builder.add(e.get(whole), builder.add(builder.shl(high, e.fill(8, INTS)), low)))
+        e.set(
+            whole, builder.add(e.get(whole), builder.add(builder.shl(high, e.fill(8, INTS)), low))
+        )
         offset = e.times(loop.index, LANES)
         e.store(builder.trunc(high, BYTES), e.add(out, offset))
         e.store(builder.trunc(low, BYTES), e.add(lows, offset))

@@ -141,9 +141,7 @@ class FastRunner:
 
     def allocate(self, num_blocks: int) -> None:
         assert self._pool is None, "the KV pool is allocated once"
-        self._pool = FastKVPool(
-            self._groups, num_blocks, self._settings.block_size, self._form
-        )
+        self._pool = FastKVPool(self._groups, num_blocks, self._settings.block_size, self._form)
         self._num_blocks = num_blocks
         self._step.use_pool(self._pool)
         self._threads = ThreadPool(self._settings.num_threads, self._step.parameters)
