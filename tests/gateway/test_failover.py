@@ -1,0 +1,154 @@
+"""A request whose engine dies moves to another one while nothing of it has gone out, and no later."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from headrace.errors import InvalidRequest, Unavailable
+from headrace.gateway.failover import MAX_ATTEMPTS
+from headrace.testing.fake_client import FakeClient
+from headrace.testing.fake_gateway import FakeGateway, RawExchange, parse_events, until
+
+CHAT = "/v1/chat/completions"
+ASK: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+STREAMED = {**ASK, "stream": True}
+
+
+def engines(number: int) -> FakeGateway:
+    return FakeGateway(*[FakeClient(f"tiny/{place}") for place in range(number)])
+
+
+def run(main: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(30):
+            await main()
+
+    asyncio.run(bounded())
+
+
+@pytest.mark.parametrize("body", [ASK, STREAMED], ids=["whole", "stream"])
+def test_an_accepted_request_without_bytes_moves(body: dict[str, Any]) -> None:
+    async def main() -> None:
+        gateway = engines(2)
+        first, second = gateway.engines
+        first.may_step.clear()
+        exchange = RawExchange(gateway.app, CHAT, body).start()
+        await until(lambda: first.requests)
+        await asyncio.sleep(0)
+        first.die()
+        await exchange.finished()
+        assert exchange.status == 200 and "Hello world" in _text(exchange, body)
+        assert len(second.requests) == 1 and gateway.metrics.finished[0].status == 200
+        assert gateway.metrics.finished[0].completion_tokens == 3
+        first.become_ready()
+        first.may_step.set()
+        gateway.assert_idle()
+
+    run(main)
+
+
+def _text(exchange: RawExchange, body: dict[str, Any]) -> str:
+    if body is ASK:
+        return str(exchange.json()["choices"][0]["message"]["content"])
+    events = parse_events(exchange.body)[:-1]
+    return "".join(each["choices"][0]["delta"].get("content", "") for each in events)
+
+
+def test_an_answer_in_one_piece_moves_however_far_it_was() -> None:
+    """R07: nothing has gone out, so it begins anew, and says nothing twice."""
+
+    async def main() -> None:
+        gateway = engines(2)
+        first, _ = gateway.engines
+        first.step_seconds = 0.01
+        first.script = lambda request, choice: first.tokens_of("never to be seen " * 9)
+        exchange = RawExchange(gateway.app, CHAT, {**ASK, "n": 2}).start()
+        await until(lambda: first.requests)
+        await asyncio.sleep(0.05)
+        first.die()
+        answer = (await exchange.finished()).json()
+        texts = [choice["message"]["content"] for choice in answer["choices"]]
+        assert texts == ["Hello world"] * 2
+        assert answer["usage"]["completion_tokens"] == 6
+
+    run(main)
+
+
+def test_after_the_first_event_there_is_one_error_event() -> None:
+    """R07: no replay, no second engine."""
+
+    async def main() -> None:
+        gateway = engines(2)
+        first, second = gateway.engines
+        first.step_seconds = 0.01
+        first.script = lambda request, choice: first.tokens_of("one two three four " * 9)
+        exchange = RawExchange(gateway.app, CHAT, STREAMED).start()
+        await exchange.until_sent(2)
+        first.die()
+        await exchange.finished()
+        events = parse_events(exchange.body)
+        assert "error" in events[-1] and ["error" in each for each in events].count(True) == 1
+        assert second.requests == []
+
+    run(main)
+
+
+def test_a_full_engine_sends_requests_on_and_callers_mistakes_stay() -> None:
+    """O09: a refusal for overload is tried elsewhere once, a caller's own mistake never."""
+
+    async def main() -> None:
+        gateway = engines(2)
+        first, second = gateway.engines
+        first.refusal = Unavailable("full", retry_after_seconds=3.0)
+        for _ in range(8):
+            exchange = RawExchange(gateway.app, CHAT, ASK).start()
+            assert (await exchange.finished()).status == 200
+        assert gateway.router.replicas()[0].breaker.is_closed  # busy is not broken
+        second.refusal = first.refusal
+        exchange = await RawExchange(gateway.app, CHAT, ASK).start().finished()
+        assert exchange.status == 503 and exchange.headers["retry-after"] == "3"
+        first.refusal = second.refusal = InvalidRequest("no")
+        before = len(first.requests) + len(second.requests)
+        for _ in range(20):
+            exchange = await RawExchange(gateway.app, CHAT, ASK).start().finished()
+            assert exchange.status == 400
+        assert len(first.requests) + len(second.requests) == before + 20
+        assert all(replica.is_ready for replica in gateway.router.replicas())
+
+    run(main)
+
+
+def test_a_request_that_breaks_everything_breaks_only_so_much() -> None:
+    async def main() -> None:
+        gateway = engines(6)
+        for engine in gateway.engines:
+            engine.fails_after = 0
+        exchange = await RawExchange(gateway.app, CHAT, ASK).start().finished()
+        assert exchange.status == 500
+        assert sum(len(engine.requests) for engine in gateway.engines) == MAX_ATTEMPTS
+
+    run(main)
+
+
+def test_each_prompt_of_a_call_moves_by_itself() -> None:
+    async def main() -> None:
+        gateway = engines(2)
+        first, second = gateway.engines
+        first.may_step.clear()
+        body = {"model": "tiny", "prompt": ["a", "b"], "stream": True}
+        exchange = RawExchange(gateway.app, "/v1/completions", body).start()
+        await until(lambda: first.requests and second.requests)
+        await asyncio.sleep(0.05)
+        first.die()
+        await exchange.finished()
+        texts = {0: "", 1: ""}
+        for each in parse_events(exchange.body)[:-1]:
+            for choice in each["choices"]:
+                texts[choice["index"]] += choice["text"]
+        assert texts == {0: "Hello world", 1: "Hello world"}
+
+    run(main)
