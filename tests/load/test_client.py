@@ -113,7 +113,7 @@ def test_an_address_may_end_with_v1() -> None:
 
 def test_an_open_loop_counts_from_when_a_request_was_due() -> None:
     """A client held back by its own limit adds to the latency; it does not hide that the server is slow."""
-    plan = {"request_rate": 1e6, "max_concurrency": 1, "num_requests": 6}
+    plan: dict[str, Any] = {"request_rate": 1e6, "max_concurrency": 1, "num_requests": 6}
     report = load([TEXT, LAST, "[DONE]"], output_tokens=Lengths.fixed(1), **plan)
     late = [outcome.late_seconds for outcome in report.outcomes]
     assert report.errors == [] and late == sorted(late)
