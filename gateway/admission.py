@@ -77,8 +77,8 @@ class AdmissionGate:
         store: LimitStore | None = None,
     ) -> None:
         self._policies = tuple(policies)
-        self._ledger = ledger or Ledger()
-        self.store: LimitStore = store or MemoryLimitStore()
+        self._ledger = Ledger() if ledger is None else ledger
+        self.store: LimitStore = MemoryLimitStore() if store is None else store
         self.expected_output = ExpectedOutput()
         self._rates: dict[str, DrainRate] = {}
         self._lanes: dict[str, _Lane] = {}
@@ -92,6 +92,15 @@ class AdmissionGate:
     def is_open(self) -> bool:
         """Whether there is no policy to ask."""
         return not self._policies
+
+    @property
+    def policies(self) -> Sequence[AdmissionPolicy]:
+        """Who is asked, in this order."""
+        return self._policies
+
+    def use(self, policies: Sequence[AdmissionPolicy]) -> None:
+        """Ask these from the next ticket on. What tickets inside hold, they keep."""
+        self._policies = tuple(policies)
 
     @property
     def policy_failures_total(self) -> int:

@@ -1,7 +1,8 @@
 """Every fault known from other servers that concerns what is built has a test that names it.
 
 A row is one such fault: S streams, P parameters, T text, G log probabilities, C prefix cache,
-K scheduler and memory, Q quantized files and loading, M metrics, U keys of callers, X processes and configuration.
+K scheduler and memory, Q quantized files and loading, M metrics, O overload and limits, R routing,
+U keys of callers, X processes and configuration.
 A test covers a row by naming it in its docstring.
 """
 
@@ -23,6 +24,8 @@ ROWS = """
     K01 K03 K04 K07 K08 K09 K11
     Q02 Q03 Q04 Q05 Q06 Q08 Q11 Q12 Q13 Q15 Q16
     M03 M05 M06
+    O01 O04 O05 O08 O09
+    R02 R04 R08
     U03
     X01 X02 X03 X06 X07
 """.split()
