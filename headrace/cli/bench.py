@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,85 +17,137 @@ from headrace.cli.progress import stage_progress
 
 if TYPE_CHECKING:
     from headrace.load import LoadPlan, LoadReport, ServiceLevel
+    from headrace.load.plan import Endpoint
+
+
+Url = Annotated[
+    str | None,
+    typer.Option(help="Measure this server. Default: start one for the run, on a free port."),
+]
+ServedModel = Annotated[str | None, typer.Option(help="The name to ask the server for.")]
+EndpointName = Annotated[str, typer.Option("--endpoint", help="completions or chat.")]
+Concurrencies = Annotated[
+    str, typer.Option("--concurrency", help="Closed loop: requests in flight, such as 1,4,16.")
+]
+Rates = Annotated[
+    str | None,
+    typer.Option("--request-rate", help="Open loop instead: requests per second, such as 2,4,8."),
+]
+Burstiness = Annotated[
+    float,
+    typer.Option(
+        help="Open loop: shape of the Gamma distributed gaps; 1 is Poisson, less is burstier."
+    ),
+]
+MaxConcurrency = Annotated[
+    int | None,
+    typer.Option(min=1, help="Open loop: at most so many in flight; waiting for that is latency."),
+]
+Requests = Annotated[
+    int | None,
+    typer.Option(min=1, help="How many per load. Default: 4 x concurrency, or 60 s of the rate."),
+]
+PromptTokens = Annotated[
+    str,
+    typer.Option(
+        help="Tokens of a prompt, about: 120, uniform:50,200, normal:120,30, lognormal:220,1."
+    ),
+]
+OutputTokens = Annotated[str, typer.Option(help="Tokens of an answer, exactly; likewise.")]
+SharedPrefix = Annotated[int, typer.Option(min=0, help="Leading prompt tokens requests share.")]
+SharedShare = Annotated[
+    float,
+    typer.Option(
+        "--shared-prefix-share",
+        min=0.0,
+        max=1.0,
+        help="Share of the requests that begin with them.",
+    ),
+]
+Slo = Annotated[
+    str | None,
+    typer.Option(
+        help="Also give goodput: requests per second inside ttft=500ms,tpot=50ms,e2e=10s."
+    ),
+]
+Seed = Annotated[int, typer.Option(help="Same seed, same prompts, lengths and arrivals.")]
+KeyVariable = Annotated[
+    str | None,
+    typer.Option("--api-key-env", help="Environment variable that holds the server's API key."),
+]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the figures here.")]
+HtmlFile = Annotated[Path | None, typer.Option("--html", help="Also write a page with plots.")]
+ProfileFile = Annotated[
+    Path | None,
+    typer.Option("--profile", help="Measure the engine's step times instead, and write them here."),
+]
 
 
 def bench(
     config: ConfigFile = None,
     model: ModelSource = None,
-    url: str | None = typer.Option(
-        None, help="Measure this server. Default: start one for the run, on a free port."
-    ),
-    served_model: str | None = typer.Option(None, help="The name to ask the server for."),
-    endpoint: str = typer.Option("completions", help="completions or chat."),
-    concurrency: str = typer.Option("16", help="Closed loop: requests in flight, such as 1,4,16."),
-    request_rate: str | None = typer.Option(
-        None, help="Open loop instead: requests per second, such as 2,4,8."
-    ),
-    burstiness: float = typer.Option(
-        1.0, help="Open loop: shape of the Gamma distributed gaps; 1 is Poisson, less is burstier."
-    ),
-    max_concurrency: int | None = typer.Option(
-        None, min=1, help="Open loop: at most so many in flight; waiting for that is latency."
-    ),
-    requests: int | None = typer.Option(
-        None, min=1, help="How many per load. Default: 4 x concurrency, or 60 s of the rate."
-    ),
-    prompt_tokens: str = typer.Option(
-        "120",
-        help="Tokens of a prompt, about: 120, uniform:50,200, normal:120,30, lognormal:220,1.",
-    ),
-    output_tokens: str = typer.Option("96", help="Tokens of an answer, exactly; likewise."),
-    shared_prefix: int = typer.Option(0, min=0, help="Leading prompt tokens requests share."),
-    shared_prefix_share: float = typer.Option(
-        1.0, min=0.0, max=1.0, help="Share of the requests that begin with them."
-    ),
-    slo: str | None = typer.Option(
-        None, help="Also give goodput: requests per second inside ttft=500ms,tpot=50ms,e2e=10s."
-    ),
-    seed: int = typer.Option(0, help="Same seed, same prompts, lengths and arrivals."),
-    api_key_env: str | None = typer.Option(
-        None, help="Environment variable that holds the server's API key."
-    ),
-    json_file: Path | None = typer.Option(None, "--json", help="Also write the figures here."),
-    html_file: Path | None = typer.Option(None, "--html", help="Also write a page with plots."),
-    profile_file: Path | None = typer.Option(
-        None, "--profile", help="Measure the engine's step times instead, and write them here."
-    ),
+    url: Url = None,
+    served_model: ServedModel = None,
+    endpoint: EndpointName = "completions",
+    concurrency: Concurrencies = "16",
+    request_rate: Rates = None,
+    burstiness: Burstiness = 1.0,
+    max_concurrency: MaxConcurrency = None,
+    requests: Requests = None,
+    prompt_tokens: PromptTokens = "120",
+    output_tokens: OutputTokens = "96",
+    shared_prefix: SharedPrefix = 0,
+    shared_share: SharedShare = 1.0,
+    slo: Slo = None,
+    seed: Seed = 0,
+    key_variable: KeyVariable = None,
+    json_file: JsonFile = None,
+    html_file: HtmlFile = None,
+    profile_file: ProfileFile = None,
     settings: Settings = None,
 ) -> None:
     """Measure a server with greedy, streamed requests; or, with --profile, the steps of its engine."""
-    from headrace.errors import ConfigError
     from headrace.load import Lengths, LoadPlan, ServiceLevel
 
-    files = (("--json", json_file), ("--html", html_file), ("--profile", profile_file))
-    for option, file in files:
-        if file is not None and not file.parent.is_dir():
-            raise ConfigError(f"{option} {file}: {file.parent} is no folder; make it first")
+    check_folders({"--json": json_file, "--html": html_file, "--profile": profile_file})
     if profile_file is not None:
         write_profile(profile_file, config, model, url, settings)
         return
-    if endpoint not in ("completions", "chat"):
-        raise ConfigError(f"--endpoint {endpoint!r}: it is completions or chat")
-    if not burstiness > 0:
-        raise ConfigError(f"--burstiness {burstiness}: it is above 0; 1 gives Poisson arrivals")
     level = ServiceLevel.parse(slo) if slo is not None else None
     plan = LoadPlan(
         url="",
         model=served_model,
-        endpoint="chat" if endpoint == "chat" else "completions",
-        burstiness=burstiness,
+        endpoint=endpoint_named(endpoint),
+        burstiness=positive(burstiness, "--burstiness"),
         max_concurrency=max_concurrency,
         prompt_tokens=Lengths.parse(prompt_tokens, "--prompt-tokens"),
         output_tokens=Lengths.parse(output_tokens, "--output-tokens"),
         shared_prefix_tokens=shared_prefix,
-        shared_prefix_share=shared_prefix_share,
+        shared_prefix_share=shared_share,
         seed=seed,
-        api_key=api_key(api_key_env),
+        api_key=api_key(key_variable),
     )
     plans = each_load(plan, concurrency, request_rate, requests)
     with server_at(url, config, model, settings) as address:
         reports = run_all(plans, address, level)
-    rows = [report.as_dict(level) for report in reports]
+    write_figures([report.as_dict(level) for report in reports], json_file, html_file)
+    if any(report.errors for report in reports):
+        raise typer.Exit(1)
+
+
+def check_folders(files: Mapping[str, Path | None]) -> None:
+    """Raise ConfigError where a file to write, by its option, has no folder: before anything is measured."""
+    from headrace.errors import ConfigError
+
+    for option, file in files.items():
+        if file is not None and not file.parent.is_dir():
+            raise ConfigError(f"{option} {file}: {file.parent} is no folder; make it first")
+
+
+def write_figures(
+    rows: Sequence[Mapping[str, Any]], json_file: Path | None, html_file: Path | None
+) -> None:
+    """Write the runs where they were asked for."""
     document = {"format": "headrace-bench-1", "runs": rows}
     if json_file is not None:
         json_file.write_text(json.dumps(document, indent=1) + "\n")
@@ -103,8 +155,23 @@ def bench(
         from headrace.load.page import render_page
 
         html_file.write_text(render_page(document), encoding="utf-8")
-    if any(report.errors for report in reports):
-        raise typer.Exit(1)
+
+
+def endpoint_named(name: str) -> Endpoint:
+    from headrace.errors import ConfigError
+
+    if name == "completions" or name == "chat":
+        return name
+    raise ConfigError(f"--endpoint {name!r}: it is completions or chat")
+
+
+def positive(number: float, option: str) -> float:
+    """Return `number`. ConfigError where it is not above 0."""
+    from headrace.errors import ConfigError
+
+    if not number > 0:
+        raise ConfigError(f"{option} {number:g}: it is above 0")
+    return number
 
 
 def api_key(variable: str | None) -> str | None:
