@@ -32,8 +32,9 @@ class Launcher:
         self.ahead: Flight | None = None
         """The step launched before the result of the one before it was in."""
 
-    def build(self, plan: BatchPlan) -> ForwardBatch:
-        return self._batches.build(plan)
+    def build_run(self, plan: BatchPlan) -> ForwardBatch:
+        """Return the batch of a plan that stands for several steps."""
+        return self._batches.build_run(plan)
 
     def launch(self, plan: BatchPlan, now: float) -> Flight:
         """Launch a step. Raises what the runner raises; then no sequence counts it as in flight."""

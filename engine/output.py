@@ -134,11 +134,20 @@ class SequenceOutput:
         """Take the tokens of several steps, at most `num_tokens_left`, where only the length can end it."""
         assert self.ends_by_length_only, "a run is taken unseen"
         self.token_ids += token_ids
+        text = ""
         if self._detokenizer is not None:
-            self._text += "".join(map(self._detokenizer.append, token_ids))
+            text = "".join(map(self._detokenizer.append, token_ids))
         if self.num_tokens >= self._max_tokens:
+            self._text = text
             self._end("length")
-        return self._event()
+            return self._event()
+        if not text and self._detokenizer is not None:
+            return None
+        said = self.token_ids[self._num_sent :]
+        self._num_sent = self.num_tokens
+        return TokenEvent(
+            request_id=self._request_id, index=self._index, token_ids=said, text=text
+        )
 
     def append(self, rows: Sequence[TokenRow]) -> TokenEvent | None:
         """Take the tokens of a step. Return what may be said now, None where there is nothing.

@@ -160,7 +160,7 @@ class RepeatingRunner(Runner, Protocol):
         """Run `batch`, a step of decodes, and up to max_steps - 1 more that feed each draw back.
 
         The first step begins in any case, a further one only while the clock is before `until`.
-        Rows written by later steps are no part of the batch's tables.
+        The batch has no slots and no block tables: a runner whose time is virtual stores no rows.
         """
         ...
 
