@@ -88,11 +88,16 @@ class Verdict:
     at_least: float
     aim: float
     met: bool | None
+    core_ratio: float | None = None
+    """Our core time per request over that peer's: what is left where other work disturbs the clock."""
     note: str = ""
 
 
-def judge(row: Row, found: Found) -> Verdict:
-    """Return how a row stands; a peer that failed is named, and the row judged against the others."""
+def judge(row: Row, found: Found, cores: Found) -> Verdict:
+    """Return how a row stands; a peer that failed is named, and the row judged against the others.
+
+    `cores` has core seconds per request, where `found` has a figure of a load.
+    """
     ours = found.get("headrace", {}).get(row.key, "not measured")
     notes = [f"headrace: {ours}"] if isinstance(ours, str) else []
     best: tuple[str, float] | None = None
@@ -121,15 +126,25 @@ def judge(row: Row, found: Found) -> Verdict:
         at_least=row.at_least,
         aim=row.aim,
         met=met,
+        core_ratio=core_ratio(row, best[0] if best else "", cores),
         note="; ".join(notes),
     )
+
+
+def core_ratio(row: Row, peer: str, cores: Found) -> float | None:
+    """Return our core time per request over a peer's; None where either was not measured."""
+    ours = cores.get("headrace", {}).get(row.key)
+    theirs = cores.get(peer, {}).get(row.key)
+    if isinstance(ours, float) and isinstance(theirs, float) and theirs > 0:
+        return ours / theirs
+    return None
 
 
 def render(verdicts: Sequence[Verdict]) -> str:
     """Return the verdicts as a Markdown table."""
     lines = [
-        "| row | against | theirs | ours | ratio | at least | aim | met |",
-        "|---|---|---|---|---|---|---|---|",
+        "| row | against | theirs | ours | ratio | core time | at least | aim | met |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for verdict in verdicts:
         met = {True: "yes", False: "**no**", None: "-"}[verdict.met]
@@ -139,6 +154,7 @@ def render(verdicts: Sequence[Verdict]) -> str:
             number(verdict.theirs, verdict.unit),
             number(verdict.ours, verdict.unit),
             "-" if verdict.ratio is None or verdict.peer == "-" else f"{verdict.ratio:.2f}",
+            "-" if verdict.core_ratio is None else f"{verdict.core_ratio:.2f}",
             f"{verdict.at_least:g}",
             f"{verdict.aim:g}",
             met + (f" ({verdict.note})" if verdict.note else ""),

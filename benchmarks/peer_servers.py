@@ -21,6 +21,7 @@ from typing import Protocol
 import anyio
 
 from headrace.load import Lengths, LoadPlan, run_load
+from headrace.load.profile import core_seconds
 
 START_SECONDS = 600.0
 NAME = "peer"
@@ -33,11 +34,13 @@ class PeerFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One load on one peer: medians over its requests in seconds, and its rate."""
+    """One load on one peer: medians over its requests in seconds, its rate, and its cost."""
 
     ttft: float
     tpot: float
     tokens_per_second: float
+    core_seconds: float = 0.0
+    """Core time that the peer's processes took per request."""
 
 
 class Loaded(Protocol):
@@ -110,7 +113,9 @@ class Server:
             prompt_ids=prompts,
             output_tokens=Lengths.fixed(output_tokens),
         )
+        before = tree_seconds(self.process.pid)
         report = anyio.run(run_load, plan)
+        spent = tree_seconds(self.process.pid) - before
         if report.errors:
             raise PeerFailed(f"{len(report.errors)} requests failed: {report.errors[0]}")
         for prompt, outcome in zip(prompts, report.outcomes, strict=True):
@@ -121,9 +126,11 @@ class Server:
                 )
             if outcome.cached_tokens:
                 raise PeerFailed(f"{outcome.cached_tokens} tokens of a prompt were cached")
-        tpot = report.percentile("tpot", 0.5)
         return Figures(
-            report.percentile("ttft", 0.5) or 0.0, tpot or 0.0, report.output_tokens_per_second
+            report.percentile("ttft", 0.5) or 0.0,
+            report.percentile("tpot", 0.5) or 0.0,
+            report.output_tokens_per_second,
+            spent / len(prompts),
         )
 
     def engine_pid(self) -> int:
@@ -135,10 +142,15 @@ class Server:
 def children(pid: int) -> list[int]:
     """Return the processes that `pid` started, and theirs."""
     found = []
-    for thread in Path(f"/proc/{pid}/task").iterdir():
+    for thread in Path(f"/proc/{pid}/task").glob("*"):
         for child in (thread / "children").read_text().split():
             found += [int(child), *children(int(child))]
     return found
+
+
+def tree_seconds(pid: int) -> float:
+    """Return the core time that a process and those it started have taken, in seconds."""
+    return sum(core_seconds(member) or 0.0 for member in (pid, *children(pid)))
 
 
 def anonymous_bytes(pid: int) -> int:
@@ -215,18 +227,21 @@ class OpenVino:
     ) -> Figures:
         job = {"concurrency": concurrency, "output_tokens": output_tokens, "prompts": prompts}
         assert self._process.stdin is not None and self._process.stdout is not None
+        before = tree_seconds(self._process.pid)
         self._process.stdin.write(json.dumps(job).encode() + b"\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
             raise PeerFailed(f"OpenVINO's worker ended with exit code {self._process.wait()}")
+        spent = tree_seconds(self._process.pid) - before
         answer = json.loads(line)
         requests = answer["requests"]
         if any(request["tokens"] != output_tokens for request in requests):
             raise PeerFailed(f"OpenVINO gave other than {output_tokens} tokens")
         tpots = [(r["e2e"] - r["ttft"]) / max(1, r["tokens"] - 1) for r in requests]
         rate = sum(request["tokens"] for request in requests) / answer["wall"]
-        return Figures(median(request["ttft"] for request in requests), median(tpots), rate)
+        ttft = median(request["ttft"] for request in requests)
+        return Figures(ttft, median(tpots), rate, spent / len(prompts))
 
 
 @contextmanager

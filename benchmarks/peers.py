@@ -46,6 +46,8 @@ class Bench:
     options: argparse.Namespace
     rows: frozenset[str]
     found: dict[str, dict[Key, float | str]] = field(default_factory=dict)
+    cores: dict[str, dict[Key, float | str]] = field(default_factory=dict)
+    """Core seconds per request, where a figure is of a load of requests."""
     bandwidth: float = 0.0
     _prompts: int = 0
     _words: dict[str, list[int]] = field(default_factory=dict)
@@ -81,6 +83,13 @@ class Bench:
         shown = value if isinstance(value, str) else f"{value:.4g}"
         print(f"  {peer}, {key[0]} {key[1]}: {shown}", file=sys.stderr, flush=True)
 
+    def note_load(
+        self, peer: str, key: Key, value: float, figures: Sequence[servers.Figures]
+    ) -> None:
+        """Note a figure and, beside it, the core time per request of the cheapest round."""
+        self.note(peer, key, value)
+        self.cores.setdefault(peer, {})[key] = min(figure.core_seconds for figure in figures)
+
     def middle(self, values: Iterable[float], *, is_rate: bool = False) -> float:
         """Return the median of the rounds or, with --best, the best of them."""
         if self.options.best:
@@ -107,16 +116,17 @@ def measure_loads(bench: Bench, peer: str, model: str, loaded: servers.Loaded) -
     loaded.load(bench.prompts(model, 4, 120), 4, 16)
     if "tpot" in wants:
         figures = run(2, 120, 1, OUTPUT)
-        bench.note(peer, (model, "tpot"), 1e3 * bench.middle(f.tpot for f in figures))
+        bench.note_load(peer, (model, "tpot"), 1e3 * bench.middle(f.tpot for f in figures), figures)
     for length in (120, 1000):
         if f"ttft-{length}" in wants:
             figures = run(5 if length == 120 else 3, length, 1, 2)
-            bench.note(peer, (model, f"ttft-{length}"), 1e3 * bench.middle(f.ttft for f in figures))
+            ttft = 1e3 * bench.middle(f.ttft for f in figures)
+            bench.note_load(peer, (model, f"ttft-{length}"), ttft, figures)
     for concurrency in (16, 64):
         if f"rate-{concurrency}" in wants:
             figures = run(2 * concurrency, 120, concurrency, OUTPUT)
             rate = bench.middle((f.tokens_per_second for f in figures), is_rate=True)
-            bench.note(peer, (model, f"rate-{concurrency}"), rate)
+            bench.note_load(peer, (model, f"rate-{concurrency}"), rate, figures)
     if "long-context" in wants:
         long, short = (
             bench.middle(f.tpot for f in run(2, length, 1, LONG_OUTPUT)) for length in (LONG, SHORT)
@@ -269,7 +279,7 @@ def main() -> int:
             measure_model(bench, model)
     if "overhead" in bench.rows:
         attempt(bench, "headrace", "", lambda: measure_overhead(bench))
-    verdicts = [judge(row, bench.found) for row in rows]
+    verdicts = [judge(row, bench.found, bench.cores) for row in rows]
     about = {
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "cpu": cpu_name(),

@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import importlib
 import json
+import os
 import pathlib
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,7 +39,7 @@ def row(peer_rows: Any, name: str) -> Any:
 def judged(peer_rows: Any, name: str, **found: float | str) -> Any:
     target = row(peer_rows, name)
     figures = {peer.replace("_", "-"): {target.key: value} for peer, value in found.items()}
-    return peer_rows.judge(target, figures)
+    return peer_rows.judge(target, figures, {})
 
 
 def test_a_time_is_met_below_its_limit_and_a_rate_above(peer_rows: Any) -> None:
@@ -76,9 +78,21 @@ def test_the_table_shows_figures_and_verdicts(peer_rows: Any) -> None:
         judged(peer_rows, "overhead", headrace=1.5),
     ]
     table = peer_rows.render(verdicts)
-    assert "| llama-bench | 10.0 ms | 3.00 ms | 0.30 | 0.5 | 0.33 | yes |" in table
-    assert "| - | - | 1.50 ms | - | 1 | 0.3 | **no** |" in table
+    assert "| llama-bench | 10.0 ms | 3.00 ms | 0.30 | - | 0.5 | 0.33 | yes |" in table
+    assert "| - | - | 1.50 ms | - | - | 1 | 0.3 | **no** |" in table
     assert json.loads(json.dumps(peer_rows.as_data(verdicts)))[0]["met"] is True
+
+
+def test_core_time_is_held_against_the_peer_that_the_row_names(peer_rows: Any) -> None:
+    target = row(peer_rows, "rate-64")
+    found = {"headrace": 900.0, "openvino": 300.0, "vllm": 200.0}
+    cores = {"headrace": 0.2, "openvino": 0.5, "vllm": 0.4}
+    verdict = peer_rows.judge(
+        target,
+        {peer: {target.key: value} for peer, value in found.items()},
+        {peer: {target.key: value} for peer, value in cores.items()},
+    )
+    assert (verdict.peer, verdict.core_ratio) == ("openvino", 0.4)
 
 
 def test_targets_are_the_ones_agreed(peer_rows: Any) -> None:
@@ -147,7 +161,8 @@ def test_a_load_counts_only_with_the_tokens_asked_for(
     servers: Any, usage: dict[str, Any], reason: str | None
 ) -> None:
     with answering(usage) as port:
-        server = servers.Server("peer", port, None, 0.0, pathlib.Path())
+        process = types.SimpleNamespace(pid=os.getpid())
+        server = servers.Server("peer", port, process, 0.0, pathlib.Path())
         if reason is None:
             assert server.load([[1, 2, 3]] * 2, 2, 2).tokens_per_second > 0
         else:
