@@ -63,6 +63,23 @@ class _Collected:
             self.finish_reason = event.finish_reason
 
 
+class _Template:
+    """A chunk of one choice with nothing but its text left to fill in."""
+
+    __slots__ = ("_after", "_before")
+
+    def __init__(self, before: bytes, after: bytes) -> None:
+        self._before = before
+        self._after = after
+
+    def fill(self, text: str) -> bytes:
+        return b"".join((self._before, msgspec.json.encode(text), self._after))
+
+
+_MARK = "\0text\0"
+"""Stands for the text while a template is made."""
+
+
 class Answer:
     """One call's answer, filled as news arrives."""
 
@@ -83,6 +100,8 @@ class Answer:
         self._collected: dict[ChoicePlace, _Collected] = {}
         self._prompt_logprobs: dict[int, list[TokenLogprobs | None]] = {}
         """By prompt: they come once, with the first news of any choice."""
+        self._templates: dict[tuple[int, int], _Template | None] = {}
+        """By prompt and choice, from its second chunk on; None: it is encoded anew each time."""
 
     def _place(self, prompt_index: int, event: TokenEvent) -> ChoicePlace:
         return ChoicePlace(prompt_index, prompt_index * self._num_choices + event.index)
@@ -91,14 +110,33 @@ class Answer:
         """Return the chunks that say these events."""
         chunks: list[bytes] = []
         for event in events:
+            template = self._templates.get((prompt_index, event.index))
+            if template is not None and event.text and not event.logprobs:
+                chunks.append(template.fill(event.text))
+                if event.finish_reason is None:
+                    continue
+                event = msgspec.structs.replace(event, text="")
             place = self._place(prompt_index, event)
             choice = self._format.piece(place, event)
             if choice is not None:
                 chunks.append(self._chunk([choice]))
+                self._make_template(place, prompt_index, event.index)
             if event.finish_reason in ENDED_WELL:
                 closing = self._format.closing(place, event.finish_reason)
                 chunks.append(self._chunk([closing]))
         return chunks
+
+    def _make_template(self, place: ChoicePlace, prompt_index: int, index: int) -> None:
+        """Write the next chunk of a choice but for its text, which is all that changes without logprobs."""
+        if (prompt_index, index) in self._templates:
+            return
+        template = None
+        choice = self._format.piece(place, TokenEvent(request_id="", index=index, text=_MARK))
+        if choice is not None:
+            parts = self._chunk([choice]).split(msgspec.json.encode(_MARK))
+            if len(parts) == 2:
+                template = _Template(*parts)
+        self._templates[prompt_index, index] = template
 
     def _chunk(self, choices: list[dict[str, Any]]) -> bytes:
         chunk = {**self._envelope, "object": self._format.chunk_object, "choices": choices}
