@@ -163,8 +163,16 @@ class KVCache:
         start = index * self.block_size
         return tuple(sequence.token_ids[start : start + self.block_size])
 
+    def _given_digests(self, sequence: Sequence) -> tuple[bytes, ...]:
+        """Return the digests of the prompt's blocks where the gateway has computed all of them."""
+        request = sequence.request
+        num_blocks = len(request.prompt_token_ids) // self.block_size
+        return request.prefix_hashes if len(request.prefix_hashes) == num_blocks else ()
+
     def _digest(self, sequence: Sequence, index: int) -> bytes:
         digests = sequence.block_digests
+        if not digests:
+            digests.extend(self._given_digests(sequence))
         while len(digests) <= index:
             parent = digests[-1] if digests else self._root(sequence)
             digests.append(prefix_hash.block_digest(parent, self._tokens(sequence, len(digests))))

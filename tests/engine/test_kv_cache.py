@@ -20,7 +20,9 @@ def make_cache(num_blocks: int = 16, *, prefix_caching: bool = True) -> KVCache:
     return KVCache(num_blocks, BLOCK, model_revision="r", prefix_caching=prefix_caching)
 
 
-def make_sequence(tokens: list[int], *, salt: str = "", **sampling: object) -> Sequence:
+def make_sequence(
+    tokens: list[int], *, salt: str = "", hashes: tuple[bytes, ...] = (), **sampling: object
+) -> Sequence:
     tokenizer = driver_tokenizer()
     intake = Intake(
         ServedModel("m", "r", tokenizer, (0,), tokenizer.vocab_size),
@@ -34,6 +36,7 @@ def make_sequence(tokens: list[int], *, salt: str = "", **sampling: object) -> S
         prompt_token_ids=tokens,
         sampling=SamplingParams(**sampling),  # type: ignore[arg-type]
         cache_salt=salt,
+        prefix_hashes=hashes,
     )
     return intake.family(request, 0.0).leader
 
@@ -65,6 +68,23 @@ def test_a_repeated_prompt_hits_all_full_blocks_but_leaves_a_token(
     assert cache.pool.num_free == 16
     assert cache.query_tokens_total == 3 * length
     assert cache.hit_tokens_total == 2 * cached
+
+
+def test_digests_that_came_with_the_request_are_used_where_they_are_all() -> None:
+    cache = make_cache()
+    tokens = list(range(1, 11))
+    root = prefix_hash.root_digest(model_revision="r")
+    hashes = tuple(prefix_hash.block_digests(root, tokens, BLOCK))
+    compute(cache, make_sequence(tokens, hashes=hashes))
+    for given in (hashes, (), hashes[:1], (*hashes, b"x" * 32)):
+        sequence = make_sequence(tokens, hashes=given)
+        compute(cache, sequence)
+        assert sequence.num_cached_tokens == 8
+        assert tuple(sequence.block_digests[:2]) == hashes
+        cache.free(sequence)
+    strange = make_sequence(tokens, hashes=(b"x" * 32, b"y" * 32))
+    compute(cache, strange)
+    assert strange.num_cached_tokens == 0 and strange.block_digests[0] == b"x" * 32
 
 
 def test_block_ids_are_those_of_the_prefix_then_the_free_list() -> None:
