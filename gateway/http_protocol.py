@@ -24,6 +24,7 @@ from headrace.errors import ErrorInfo
 from headrace.gateway.corked import CorkedTransport
 from headrace.gateway.errors import error_object
 from headrace.gateway.middleware import HANG_UP
+from headrace.gateway.surplus import Surplus
 
 MAX_HEAD_BYTES = 256 << 10
 """Of request line and headers. What is read at once with their beginning or their end is not counted."""
@@ -38,13 +39,20 @@ _OFFERS = (b"connection", b"upgrade", b"http2-settings")
 
 class HttpProtocol(HttpToolsProtocol):
     """One connection. It is cut off where the client takes nothing of an answer for `stall_timeout`, and
-    where a head, or a body at 1 KB/s, is not in after `receive_timeout`; both in seconds.
+    where a head, or a body at 1 KB/s, is not in after `receive_timeout`; both in seconds. Beyond
+    `max_connections` it is refused.
     """
 
     def __init__(
-        self, *arguments: Any, stall_timeout: float, receive_timeout: float = 30.0, **options: Any
+        self,
+        *arguments: Any,
+        stall_timeout: float,
+        receive_timeout: float = 30.0,
+        max_connections: int | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(*arguments, **options)
+        self._max_connections = max_connections
         self._stall_timeout = stall_timeout
         self._receive_timeout = receive_timeout
         self._receive_timer: TimerHandle | None = None
@@ -58,6 +66,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(CorkedTransport(transport, self.loop))
+        if self._max_connections is not None and len(self.connections) > self._max_connections:
+            self.app = Surplus(self.app, self._max_connections)  # type: ignore[arg-type,assignment]
         self._start_receiving()
 
     def data_received(self, data: bytes) -> None:

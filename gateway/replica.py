@@ -57,13 +57,14 @@ class Replica:
     breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
     is_draining: bool = False
     """What runs there may finish; nothing new is sent."""
+    _restarts_seen: int = 0
 
     @property
     def state(self) -> ReplicaState:
         """What operators and policies are told."""
         if self.is_draining and self.client.state != "stopped":
             return "draining"
-        if self.client.state == "ready" and not self.breaker.is_closed:
+        if self.client.state == "ready" and not self._current_breaker().is_closed:
             return "failed"
         return self.client.state
 
@@ -73,7 +74,16 @@ class Replica:
 
     def can_serve(self, now: float) -> bool:
         """Whether a request may be sent there now; one that failed may get a trial."""
-        return not self.is_draining and self.client.state == "ready" and self.breaker.allows(now)
+        is_up = not self.is_draining and self.client.state == "ready"
+        return is_up and self._current_breaker().allows(now)
+
+    def _current_breaker(self) -> CircuitBreaker:
+        """Return the breaker, closed anew where the engine was started again: those failures are over."""
+        restarts = self.client.restarts_total
+        if restarts != self._restarts_seen:
+            self._restarts_seen = restarts
+            self.breaker.succeeded(is_trial=True)
+        return self.breaker
 
     @property
     def upstream(self) -> Upstream | None:

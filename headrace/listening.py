@@ -6,13 +6,11 @@ import contextlib
 import errno
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import uvicorn
-from starlette.types import ASGIApp, Receive, Scope, Send
 
-from headrace.errors import ConfigError, Unavailable
-from headrace.gateway.errors import error_response
+from headrace.errors import ConfigError
 
 _SEND_BUFFER_BYTES = 128 << 10
 """What the kernel keeps for a client that does not read. Left alone it would grow to several MB each,
@@ -65,36 +63,6 @@ class HttpServer(uvicorn.Server):
 
 _RESERVED_FILES = 128
 """Descriptors kept for engines, logs and connections that are being refused."""
-_ALWAYS_ANSWERED = ("/health", "/ready", "/metrics", "/admin")
-
-
-class TooManyConnections(Unavailable):
-    """The process may open no more files."""
-
-    code = "too_many_connections"
-
-
-class ConnectionLimit:
-    """Refuses politely what would leave the process without descriptors; orchestrators get through."""
-
-    def __init__(self, app: ASGIApp, limit: int, count: Callable[[], int]) -> None:
-        """`count` gives the connections that are open now."""
-        self._app = app
-        self._limit = limit
-        self._count = count
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._count() <= self._limit or scope["path"].startswith(_ALWAYS_ANSWERED):
-            await self._app(scope, receive, send)
-            return
-        error = TooManyConnections(
-            f"the server has {self._limit} connections open and may open no more files; "
-            "wait and send again",
-            retry_after_seconds=1.0,
-        )
-        response = error_response(error)
-        response.headers["connection"] = "close"
-        await response(scope, receive, send)
 
 
 def connection_limit(files_per_request: int) -> int:

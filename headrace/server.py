@@ -20,24 +20,33 @@ from starlette.types import ASGIApp
 
 from headrace import __version__
 from headrace.announce import curl_line, memory_arithmetic, say, show_progress
-from headrace.assembly import build_admission, build_router, make_replica
+from headrace.assembly import (
+    build_admission,
+    build_policy_desk,
+    build_router,
+    make_replica,
+    watched_scripts,
+)
 from headrace.cli.progress import stage_progress
 from headrace.clock import SystemClock
 from headrace.config import Config, LoadedConfig
 from headrace.config.check import check_choices
 from headrace.errors import ConfigError, HeadraceError, InvalidRequest
 from headrace.gateway.admin import ReplicaAdmin, replica_operations
+from headrace.gateway.admin_policies import PolicyAdmin, policy_operations
 from headrace.gateway.app import application, create_app
-from headrace.gateway.auth import Authenticator
+from headrace.gateway.auth import Access, Authenticator
 from headrace.gateway.fleet import Fleet, Reload
 from headrace.gateway.http_protocol import HttpProtocol
 from headrace.gateway.lifecycle import until_idle
 from headrace.gateway.metrics import GatewayMetrics
 from headrace.gateway.observers import Observers
+from headrace.gateway.operation import Operation
+from headrace.gateway.policy_watch import watch_scripts
 from headrace.gateway.state import GatewayState
 from headrace.gateway.tls import tls_options
 from headrace.gateway.tracing import create_tracing
-from headrace.listening import ConnectionLimit, HttpServer, bind, connection_limit
+from headrace.listening import HttpServer, bind, connection_limit
 from headrace.logs import configure_logging, get_logger
 from headrace.plugins.manager import create_plugin_manager, notify
 from headrace.plugins.registry import Registries
@@ -50,8 +59,11 @@ ReadConfig = Callable[[], LoadedConfig]
 """Reads the configuration again, from where it was read first."""
 
 
-def run_server(loaded: LoadedConfig, read_config: ReadConfig) -> int:
-    """Serve until a signal; return the exit code. Raises HeadraceError where it cannot start."""
+def run_server(loaded: LoadedConfig, read_config: ReadConfig, *, watch: bool = False) -> int:
+    """Serve until a signal; return the exit code. Raises HeadraceError where it cannot start.
+
+    `watch`: policies that come from files are swapped in again when those are saved.
+    """
     config = loaded.config
     configure_logging(config.logging.format, config.logging.level)
     manager = create_plugin_manager(
@@ -61,6 +73,7 @@ def run_server(loaded: LoadedConfig, read_config: ReadConfig) -> int:
     check_choices(loaded, registries)
     listener = bind(config.gateway.host, config.gateway.port)
     gateway = Gateway(config, registries, manager, listener, read_config)
+    gateway.watches_scripts = watch
     if sys.platform == "win32":
         return asyncio.run(gateway.run())
     import uvloop
@@ -85,6 +98,7 @@ class Gateway:
         self._manager = manager
         self._listener = listener
         self._exit_code = 0
+        self.watches_scripts = False
         authenticator = Authenticator(config.gateway, os.environ)
         tls = tls_options(config.gateway.tls)
         self._tracing = create_tracing(config.telemetry)
@@ -109,7 +123,10 @@ class Gateway:
             tracing=self._tracing,
         )
         self._state = state
-        self._fleet = Fleet(config, self._router, make_replica, state.texts)
+        self._desk = build_policy_desk(config, registries, self._router, state.admission)
+        self._fleet = Fleet(
+            config, self._router, lambda *place: self._desk.adopt(make_replica(*place)), state.texts
+        )
         self._admin_http: HttpServer | None = None
         self._http = self._main_server(tls)
         if config.gateway.admin.port is not None:
@@ -119,22 +136,20 @@ class Gateway:
         """Return the server of the main port, with /admin where it has no port of its own."""
         gateway = self._config.gateway
         has_own_port = gateway.admin.port is not None
-        operations = [] if has_own_port else replica_operations(self._admin(), "admin")
-        limited = ConnectionLimit(
-            create_app(self._state, operations),
-            connection_limit(2 if self._router.has_upstream else 1),
-            lambda: len(self._http.server_state.connections),
-        )
-        return self._server(limited, **tls)
+        operations = [] if has_own_port else self._admin_operations("admin")
+        return self._server(create_app(self._state, operations), **tls)
 
     def _admin_server(self, port: int) -> HttpServer:
         admin = self._config.gateway.admin
         self._admin_listener = bind(admin.host, port, key="gateway.admin")
-        operations = replica_operations(self._admin(), "admin_port")
+        operations = self._admin_operations("admin_port")
         return self._server(application(self._state, operations))
 
-    def _admin(self) -> ReplicaAdmin:
-        return ReplicaAdmin(self._fleet, self._reload)
+    def _admin_operations(self, access: Access) -> list[Operation]:
+        return [
+            *replica_operations(ReplicaAdmin(self._fleet, self._reload), access),
+            *policy_operations(PolicyAdmin(self._desk), access),
+        ]
 
     def _server(self, app: ASGIApp, **options: Any) -> HttpServer:
         gateway = self._config.gateway
@@ -150,6 +165,7 @@ class Gateway:
                     HttpProtocol,
                     stall_timeout=gateway.stall_timeout + _CUT_OFF_SECONDS,
                     receive_timeout=gateway.receive_timeout,
+                    max_connections=connection_limit(2 if self._router.has_upstream else 1),
                 ),
                 ws="none",
                 timeout_graceful_shutdown=_GRACE_SECONDS,
@@ -164,6 +180,8 @@ class Gateway:
             group.start_soon(self._watch_hangups)
             group.start_soon(self._start_engines)
             group.start_soon(self._state.admission.store.run)
+            if self.watches_scripts:
+                group.start_soon(watch_scripts, self._desk, watched_scripts(self._config))
             if self._admin_http is not None:
                 group.start_soon(self._serve_admin, self._admin_http)
             await self._http.serve(sockets=[self._listener])
