@@ -335,3 +335,59 @@ def test_invariants(tokens: list[int], sampling: SamplingParams) -> None:
         assert TINY.decode(entries, continuation=True).startswith(said.text)
         if isinstance(stop, str) and not said.text:
             assert entries == []
+
+
+# --- the short ways in ------------------------------------------------------------------
+
+endings = st.fixed_dictionaries(
+    {
+        "ignore_eos": st.booleans(),
+        "stop_token_ids": st.sampled_from([(), (97, 0xF0)]),
+        "stop": st.sampled_from([(), ("ab",)]),
+        "min_tokens": st.integers(0, 3),
+    }
+)
+any_tokens = st.lists(
+    st.sampled_from([97, 98, 0xF0, 0x9F, 0x98, 0x80, 0xFF, THE, EOS, SPECIAL]), max_size=20
+)
+
+
+def output_of(max_tokens: int, **options: object) -> SequenceOutput:
+    return SequenceOutput(
+        TINY,
+        request_id="r",
+        index=1,
+        sampling=SamplingParams(**options),  # type: ignore[arg-type]
+        eos_token_ids=(EOS,),
+        max_tokens=max_tokens,
+    )
+
+
+@given(tokens=any_tokens, max_tokens=st.integers(3, 20), options=endings)
+def test_a_token_by_itself_says_what_its_row_says(
+    tokens: list[int], max_tokens: int, options: dict[str, object]
+) -> None:
+    """S01, S03, S04: event by event, whichever way a token comes in."""
+    by_token, by_row = output_of(max_tokens, **options), output_of(max_tokens, **options)
+    for token_id in tokens:
+        assert by_token.append_token(token_id) == by_row.append((TokenRow(token_id),))
+    assert by_token.finish("abort") == by_row.finish("abort")
+    assert by_token.token_ids == by_row.token_ids
+
+
+@given(tokens=any_tokens, cuts=st.lists(st.integers(1, 6), max_size=20))
+def test_a_run_of_tokens_says_what_they_say_one_by_one(tokens: list[int], cuts: list[int]) -> None:
+    whole = say(tokens, max_tokens=len(tokens) + 1, ignore_eos=True)
+    in_runs = output_of(len(tokens) + 1, ignore_eos=True)
+    events: list[TokenEvent | None] = []
+    rest = tokens
+    for cut in cuts:
+        events.append(in_runs.append_run(rest[:cut]))
+        rest = rest[cut:]
+    events += [in_runs.append_run(rest), in_runs.append_run([97])]
+    said = [event for event in events if event is not None]
+    ended = whole.output.append((TokenRow(97),))
+    assert ended is not None
+    assert "".join(event.text for event in said) == whole.text + ended.text
+    assert [t for event in said for t in event.token_ids] == [*tokens, 97]
+    assert said[-1].finish_reason == ended.finish_reason == "length"
