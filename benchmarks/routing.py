@@ -151,6 +151,9 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def config_text(policy: str, arguments: argparse.Namespace, scale: Scale) -> str:
+    backend: object = "cpu"
+    if arguments.simulated:
+        backend = {"use": "simulated", "options": {"seconds_per_prefill_token": 5e-4}}
     kv_memory = scale.blocks_per_replica(arguments.replicas) * arguments.block_bytes
     return json.dumps(
         {
@@ -160,6 +163,7 @@ def config_text(policy: str, arguments: argparse.Namespace, scale: Scale) -> str
                     "name": "m",
                     "source": arguments.source,
                     "replicas": arguments.replicas,
+                    "backend": backend,
                     "engine": {
                         "num_threads": 1,
                         "kv_memory": kv_memory,
@@ -187,6 +191,9 @@ def parsed() -> argparse.Namespace:
         "--block-bytes", type=int, default=368_640, help="KV bytes of one block (SmolLM2: bfloat16)"
     )
     parser.add_argument("--policies", default="random,prefix_hash", help="the first sets the rate")
+    parser.add_argument(
+        "--simulated", action="store_true", help="pretended devices: real processes, no arithmetic"
+    )
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 

@@ -160,18 +160,3 @@ def settle(state: GatewayState, ticket: Ticket, record: RequestRecord) -> None:
         for num_tokens in record.choice_tokens():
             state.admission.expected_output.observe(record.model, ticket.view.tenant, num_tokens)
     ticket.settle(Outcome(used, was_served), state.clock.now())
-
-
-def admission_view(call: Call, num_body_bytes: int) -> TicketView:
-    """Return what the second judgement may know."""
-    requests = call.requests
-    return TicketView(
-        stage="parsed",
-        tenant=requests[0].tenant,
-        num_body_bytes=num_body_bytes,
-        model=call.card.name,
-        num_prompt_tokens=sum(len(request.prompt_token_ids) for request in requests),
-        max_output_tokens=call.num_choices
-        * sum(each.sampling.max_tokens or 0 for each in requests),
-        num_choices=len(requests) * call.num_choices,
-    )

@@ -12,7 +12,7 @@ import dataclasses
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from headrace.types import AdmissionView, Admit, Charge, Queue, Reject, TicketView
 from headrace.types.units import Bounds
@@ -62,8 +62,7 @@ class TokenBucket:
     def __init__(self, options: Options) -> None:
         self._options = options
         self._overridden = {
-            name: dataclasses.replace(options, overrides={}, **limits)
-            for name, limits in options.overrides.items()
+            name: _overridden(options, limits) for name, limits in options.overrides.items()
         }
 
     def admit(self, ticket: TicketView, view: AdmissionView, now: float) -> Admit | Queue | Reject:
@@ -89,6 +88,11 @@ class TokenBucket:
                 )
             )
         return Admit(tuple(charges))
+
+
+def _overridden(options: TokenBucket.Options, limits: Mapping[str, int]) -> TokenBucket.Options:
+    changes: dict[str, Any] = dict(limits)
+    return dataclasses.replace(options, overrides={}, **changes)
 
 
 def _request_charges(limits: TokenBucket.Options, whose: str) -> list[Charge]:

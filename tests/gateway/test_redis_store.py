@@ -6,6 +6,7 @@ import asyncio
 import pathlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from typing import ClassVar
 
 import pytest
 
@@ -16,7 +17,7 @@ from headrace.gateway.limit_store import Settlement
 from headrace.gateway.redis_store import RedisLimitStore, RedisSettings
 from headrace.testing.fake_gateway import FakeGateway, RawExchange, until
 from headrace.testing.redis_server import RedisServer
-from headrace.types import Admit, Charge, TicketView
+from headrace.types import AdmissionView, Admit, Charge, TicketView
 
 pytestmark = pytest.mark.skipif(
     not RedisServer.is_installed(), reason="redis-server is not installed"
@@ -179,9 +180,9 @@ def test_requests_through_two_gateways_with_one_place(redis_server: RedisServer)
     """O05: of two gateways one serves; when its caller leaves, the other gets the place."""
 
     class OneAtATime:
-        name = "one_at_a_time"
+        name: ClassVar[str] = "one_at_a_time"
 
-        def admit(self, ticket: TicketView, view: object, now: float) -> Admit:
+        def admit(self, ticket: TicketView, view: AdmissionView, now: float) -> Admit:
             charge = Charge("concurrency/all", 1, 1)
             return Admit((charge,)) if ticket.stage == "arrival" else Admit()
 

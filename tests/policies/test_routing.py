@@ -26,7 +26,7 @@ def make(name: str, **options: Any) -> Any:
     return REGISTRIES.create("routing", name, options, pathlib.Path())
 
 
-def views(ids: Sequence[str] = ALL, **changes: tuple[int, int]) -> list[ReplicaView]:
+def views(ids: Sequence[str] = ALL, **changes: Any) -> list[ReplicaView]:
     """(tokens in flight, tokens matched) by id; others have none."""
     pairs = {each: changes.get(each, (0, 0)) for each in ids}
     return [
@@ -40,7 +40,7 @@ def request(tokens: int = 640, session: str = "", **values: Any) -> RoutingReque
 
 
 class TestPrefixHash:
-    def choose(self, *, ask: RoutingRequest | None = None, **changes: tuple[int, int]) -> str:
+    def choose(self, *, ask: RoutingRequest | None = None, **changes: Any) -> str:
         return PrefixHash(PrefixHash.Options()).choose(ask or request(), views(**changes), 0.0)
 
     def test_the_longest_prefix_wins(self) -> None:
