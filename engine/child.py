@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,12 +19,12 @@ from typing import Any
 import msgspec
 
 from headrace.engine.ipc import encode_frame, read_frame
+from headrace.engine.spawn import kill, take
 from headrace.errors import EngineFailed
 from headrace.types import FromEngine, ToEngine
 
 _CONNECT_SECONDS = 60.0
 _POLL_SECONDS = 0.02
-_MAX_SOCKET_PATH_BYTES = 100
 _TAIL_LINES = 12
 _MAX_LINE_BYTES = 16 << 10
 
@@ -71,33 +68,25 @@ class ChildProcess:
 
     @classmethod
     async def spawn(cls, command: Sequence[str], on_line: Callable[[str], None]) -> ChildProcess:
-        """Start `command --socket PATH` and wait until it has connected.
+        """Start `command --socket PATH`, or take one started early, and wait until it has connected.
 
         `on_line` is told each line the process prints. Raises EngineFailed where it ends or stays
         away instead, and OSError where it cannot be started.
         """
-        folder = _socket_folder()
-        process: subprocess.Popen[bytes] | None = None
+        started = take(command)
+        process = started.process
         output: _Output | None = None
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            path = os.path.join(folder, "engine")
-            listener.bind(path)
-            listener.listen(1)
-            listener.setblocking(False)
-            process = _start([*command, "--socket", path])
             output = await _Output.open(process, on_line)
-            connection = await _accept(listener, process, output)
+            connection = await _accept(started.listener, process, output)
             streams = await asyncio.open_unix_connection(sock=connection)
         except BaseException:
-            if process is not None:
-                await _end(process)
+            await _end(process)
             if output is not None:
                 await output.close()
             raise
         finally:
-            listener.close()
-            shutil.rmtree(folder, ignore_errors=True)
+            started.forget_socket()
         return cls(process, streams, output)
 
     @property
@@ -132,7 +121,7 @@ class ChildProcess:
 
     def kill(self) -> None:
         """Kill the process and its own children, running or stopped (SIGKILL); its connection then ends."""
-        _kill(self._process)
+        kill(self._process)
 
     async def close(self) -> None:
         """Kill the process and its own children if they still run, reap it, close every descriptor."""
@@ -197,26 +186,6 @@ class _Output:
             self._transport.close()
 
 
-def _socket_folder() -> str:
-    """Return a new folder that only this user can enter, its path short enough for a socket's address."""
-    folder = tempfile.mkdtemp(prefix="headrace-")
-    if len(os.fsencode(folder)) <= _MAX_SOCKET_PATH_BYTES - len("/engine"):
-        return folder
-    os.rmdir(folder)
-    return tempfile.mkdtemp(prefix="headrace-", dir="/tmp")
-
-
-def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Start a process in a session of its own: a terminal's Ctrl-C reaches only the parent."""
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-
-
 async def _accept(
     listener: socket.socket, process: subprocess.Popen[bytes], output: _Output
 ) -> socket.socket:
@@ -266,12 +235,5 @@ async def _wait_exit(process: subprocess.Popen[bytes], seconds: float) -> bool:
 async def _end(process: subprocess.Popen[bytes]) -> None:
     """Kill the process and its session, and reap it."""
     if process.poll() is None:
-        _kill(process)
+        kill(process)
         await _wait_exit(process, 5.0)
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and its session; one that is reaped already has a number that may be another's."""
-    if process.poll() is None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
