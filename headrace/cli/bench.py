@@ -158,11 +158,13 @@ def write_figures(
 
 
 def endpoint_named(name: str) -> Endpoint:
+    """Return `name` as one of the endpoints. ConfigError where it is none."""
     from headrace.errors import ConfigError
 
-    if name == "completions" or name == "chat":
-        return name
-    raise ConfigError(f"--endpoint {name!r}: it is completions or chat")
+    endpoints: dict[str, Endpoint] = {"completions": "completions", "chat": "chat"}
+    if name not in endpoints:
+        raise ConfigError(f"--endpoint {name!r}: it is completions or chat")
+    return endpoints[name]
 
 
 def positive(number: float, option: str) -> float:
