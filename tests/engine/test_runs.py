@@ -134,17 +134,17 @@ def test_one_call_runs_to_the_next_end_and_to_the_next_arrival() -> None:
     short = driver.submit(random_prompt(20), max_tokens=30)
     long = driver.submit(random_prompt(20, 1), max_tokens=80)
     driver.engine.step(float("inf"))  # the prompts
-    assert driver.engine.run_times == ()
+    assert len(driver.engine.run_times) == 0
     events = {event.request_id: event for event in driver.engine.step(float("inf"))}
     assert len(driver.engine.run_times) == 29
     assert (len(events[short].token_ids), len(events[long].token_ids)) == (29, 29)
     assert events[short].finish_reason == "length"
     arrival = driver.clock.now() + 0.01
     driver.engine.step(arrival)
-    *before, last = driver.engine.run_times
-    assert all(time < arrival for time in before)
-    assert last >= arrival
-    assert driver.engine.stats().steps_total == 1 + 29 + len(before) + 1
+    times = driver.engine.run_times
+    assert all(time < arrival for time in times[:-1])
+    assert times[-1] >= arrival
+    assert driver.engine.stats().steps_total == 1 + 29 + len(times)
 
 
 def test_without_a_time_to_run_until_a_call_is_a_step() -> None:
@@ -163,8 +163,9 @@ def test_what_could_end_by_its_tokens_is_run_step_by_step() -> None:
 
 def test_an_engine_without_a_tokenizer_takes_no_request_that_needs_text() -> None:
     driver = make_simulation()
-    for field_name, value in (("stop", ("x",)), ("logprobs", 1), ("prompt_logprobs", 0)):
-        with pytest.raises(InvalidRequest, match=f"{field_name} needs text"):
-            driver.submit(random_prompt(3), **{field_name: value})
+    asked: list[dict[str, Any]] = [{"stop": ("x",)}, {"logprobs": 1}, {"prompt_logprobs": 0}]
+    for sampling in asked:
+        with pytest.raises(InvalidRequest, match=f"{next(iter(sampling))} needs text"):
+            driver.submit(random_prompt(3), **sampling)
     assert driver.generate(random_prompt(3), max_tokens=4)
     driver.assert_empty()
