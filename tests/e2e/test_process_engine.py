@@ -361,3 +361,38 @@ def test_what_an_engine_prints_reaches_our_log() -> None:
         assert all(entry["replica"] == "m-0" for entry in logs)
 
     run_bounded(main())
+
+
+def test_an_engine_that_is_stopped_is_killed_and_started_again() -> None:
+    """No sign of life for the hang timeout: its requests end with that reason, and a new one serves."""
+
+    async def main() -> None:
+        hung = ProcessEngine(
+            "m-0", {"step_seconds": 0.01}, command=FAKE_WORKER, restarts=IMPATIENT, hang_seconds=0.4
+        )
+        async with started(hung):
+            first = hung.pid
+            assert first is not None
+            with pytest.raises(EngineFailed, match="no sign of life for .* and was killed"):
+                async with hung.stream(plain_request("a", max_tokens=10_000)) as events:
+                    await anext(events)
+                    os.kill(first, signal.SIGSTOP)
+                    async for _ in events:
+                        pass
+            await until(lambda: hung.state == "ready" and hung.pid != first)
+            assert not is_alive(first) and hung.restarts_total == 1
+            async with hung.stream(plain_request("b", max_tokens=3)) as events:
+                assert [event async for event in events]
+
+    run_bounded(main())
+
+
+def test_a_quiet_engine_is_no_hung_one() -> None:
+    async def main() -> None:
+        quiet = ProcessEngine("m-0", {}, command=FAKE_WORKER, restarts=IMPATIENT, hang_seconds=1.0)
+        async with started(quiet):
+            first = quiet.pid
+            await asyncio.sleep(1.5)
+            assert quiet.pid == first and quiet.state == "ready"
+
+    run_bounded(main())
