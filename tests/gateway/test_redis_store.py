@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import ClassVar
 
+import anyio
 import pytest
 
 from headrace.clock import SystemClock
@@ -42,11 +43,11 @@ async def stores(
     """Stores of that many gateways, each with its work in the background."""
     settings = RedisSettings(server.url, fails_open, timeout_seconds=5.0)
     made = [RedisLimitStore(settings, SystemClock().now) for _ in range(count)]
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(store.run()) for store in made]
+    async with anyio.create_task_group() as group:
+        for store in made:
+            group.start_soon(store.run)
         yield made
-        for task in tasks:
-            task.cancel()
+        group.cancel_scope.cancel()
 
 
 async def becomes(question: Callable[[], Awaitable[bool]]) -> None:
