@@ -22,7 +22,7 @@ from headrace.engine.policy_control import PolicyControl
 from headrace.engine.policy_switch import PolicySwitch
 from headrace.engine.spawn import WORKER_COMMAND
 from headrace.engine.streams import ClientState as ClientState
-from headrace.engine.streams import EventStream, StreamingClient
+from headrace.engine.streams import EventStream, StreamingClient, slices
 from headrace.errors import EngineFailed, HeadraceError
 from headrace.types import (
     EngineStats,
@@ -346,7 +346,10 @@ class ProcessEngine(StreamingClient):
             while (frame := await child.receive()) is not None:
                 if isinstance(frame, Failed):
                     stated, self._told_clients = frame.message, frame.told_clients
-                self._receive(frame)
+                for part in slices(frame):
+                    self._receive(part)
+                    if part is not frame:
+                        await asyncio.sleep(0)
         except EngineFailed as error:
             return f"it broke the protocol: {error}"
         finally:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Literal
 
 import msgspec
@@ -45,6 +45,8 @@ from headrace.types import (
 ClientState = Literal["starting", "ready", "failed", "stopped"]
 EventStream = AsyncIterator[list[TokenEvent]]
 
+SLICE_EVENTS = 32
+"""News that is handed on between two looks at the sockets."""
 _RETRY_AFTER_STARTING_SECONDS = 2.0
 
 
@@ -180,6 +182,19 @@ class StreamMultiplexer:
     def _count(self, stats: EngineStats) -> None:
         totals = {name: getattr(self._carried, name) + getattr(stats, name) for name in _COUNTERS}
         self._stats = msgspec.structs.replace(stats, **totals)
+
+
+def slices(frame: FromEngine) -> Iterator[FromEngine]:
+    """Yield a frame, or the frames of so much news each that waking its readers takes little time.
+
+    All readers that are woken at once run before the event loop looks at its sockets again.
+    """
+    if not isinstance(frame, StepEvents) or len(frame.events) <= SLICE_EVENTS:
+        yield frame
+        return
+    for start in range(0, len(frame.events), SLICE_EVENTS):
+        events = frame.events[start : start + SLICE_EVENTS]
+        yield msgspec.structs.replace(frame, events=events)
 
 
 _COUNTERS = tuple(name for name in EngineStats.__struct_fields__ if name.endswith("_total"))

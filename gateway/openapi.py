@@ -19,7 +19,9 @@ from headrace.gateway.operation import Operation
 
 _REFS = "#/components/schemas/{name}"
 _PARAMETER = re.compile(r"\{(\w+)(?::path)?\}")
-_STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
+_EVENT = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
+"""One server-sent event: a chunk or an error as JSON, and `[DONE]` at the end."""
+_STREAM = {"text/event-stream": {"schema": _EVENT}}
 _ANY_OBJECT = {"application/json": {"schema": {"type": "object"}}}
 _REQUEST_ID = {
     "name": "X-Request-Id",

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from headrace.engine.client import EngineClient, ProcessEngine, RestartRule, ThreadEngine
+from headrace.engine.streams import SLICE_EVENTS, slices
 from headrace.errors import EngineFailed, InvalidRequest, RemoteError, RequestError, Unavailable
 from headrace.testing.driving import collect, plain_request, run_bounded, started, until
 from headrace.testing.fake_engine import FAILING_TOKEN, build_fake
 from headrace.testing.fake_worker import FAKE_WORKER
-from headrace.types import TokenEvent
+from headrace.types import EngineStats, StepEvents, TokenEvent
 
 MakeClient = Callable[..., EngineClient]
 IMPATIENT = RestartRule(first_delay_seconds=0.01, max_delay_seconds=0.02)
@@ -254,5 +255,31 @@ def test_an_engine_that_breaks_in_a_thread_fails_its_requests() -> None:
         with pytest.raises(RequestError):
             await collect(client, plain_request())
         await client.close()
+
+    run_bounded(main())
+
+
+def test_much_news_is_handed_on_in_slices() -> None:
+    """O02: between two slices the event loop looks at its sockets, so /health does not wait for all."""
+    events = [TokenEvent(request_id=str(number)) for number in range(2 * SLICE_EVENTS + 3)]
+    stats = EngineStats(steps_total=7)
+    whole = StepEvents(events, stats, 0.5)
+    parts = list(slices(whole))
+    assert all(isinstance(part, StepEvents) for part in parts)
+    assert [len(part.events) for part in parts] == [SLICE_EVENTS, SLICE_EVENTS, 3]  # type: ignore[union-attr]
+    assert [event for part in parts for event in part.events] == events  # type: ignore[union-attr]
+    assert all((part.stats, part.step_seconds) == (stats, 0.5) for part in parts)  # type: ignore[union-attr]
+    short = StepEvents(events[:SLICE_EVENTS], stats)
+    assert list(slices(short)) == [short]
+
+
+def test_news_of_many_choices_all_arrives(make: MakeClient) -> None:
+    async def main() -> None:
+        num_choices = 3 * SLICE_EVENTS
+        async with started(make()) as client:
+            events = await collect(client, plain_request(max_tokens=5, n=num_choices))
+            for choice in range(num_choices):
+                own = [event for event in events if event.index == choice]
+                assert [token for event in own for token in event.token_ids] == [*range(1, 6)]
 
     run_bounded(main())

@@ -16,7 +16,7 @@ from headrace.config import AdminConfig, GatewayConfig
 from headrace.testing.fake_gateway import FakeGateway
 
 ENVIRON = {"KEYS": "acme:canary", "ADMIN": "admin-canary"}
-FAST, WITHOUT_BODY, THOROUGH = 8, 3, 400
+FAST, WITHOUT_BODY, THOROUGH = 8, 3, 150
 """Examples of each operation."""
 
 load_all_checks()
