@@ -251,11 +251,8 @@ class Engine:
         next_decision = self._scheduler.next_decision_at()
         horizon = until if next_decision is None else min(until, next_decision)
         run = runner.repeat(batch, num_steps, horizon)
-        for entry in plan.entries:
-            has_room = self._scheduler.kv_cache.try_grow(entry.sequence, len(run.times))
-            assert has_room, "equal_steps counted the blocks"
         self.run_times = tuple(run.times)
-        events = self._outcome.apply_run(plan, run)
+        events = self._outcome.apply_run(plan, run, start)
         num_kv_rows = int(batch.kv_lens[0].sum())
         ending = [event for event in events if event.finish_reason is not None]
         for time in run.times:

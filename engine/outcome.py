@@ -12,6 +12,7 @@ import msgspec
 
 from headrace.engine.batch import BatchPlan, PlannedSequence
 from headrace.engine.output import SequenceOutput, TokenRow, token_logprobs
+from headrace.engine.runs import fill_blocks
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import Sequence, Status
 from headrace.errors import EngineFailed, ErrorInfo
@@ -61,18 +62,18 @@ class Outcome:
         self._account(now)
         return events, copies
 
-    def apply_run(self, plan: BatchPlan, run: RunResult) -> list[TokenEvent]:
+    def apply_run(self, plan: BatchPlan, run: RunResult, start: float) -> list[TokenEvent]:
         """Return the events of several steps of decodes, one per choice that has news."""
         now = run.times[-1]
-        num_steps = len(run.times)
+        columns = run.token_ids.T.tolist()
+        for entry, token_ids in zip(plan.entries, columns, strict=True):
+            entry.sequence.token_ids += token_ids
+        fill_blocks(plan, self._kv_cache, [start, *run.times[:-1]])
         events: list[TokenEvent] = []
-        for entry, token_ids in zip(plan.entries, run.token_ids.T.tolist(), strict=True):
+        for entry, token_ids in zip(plan.entries, columns, strict=True):
             sequence = entry.sequence
-            sequence.num_computed_tokens += num_steps
-            sequence.token_ids += token_ids
-            self._kv_cache.publish(sequence)
             sequence.last_token_time = now
-            self._count(sequence, num_steps)
+            self._count(sequence, len(token_ids))
             self._say(sequence, sequence.output.append_run(token_ids), events, now)
         self._account(now)
         return events

@@ -6,7 +6,10 @@ costs the engine one step per change instead of one per token, and says the same
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
+
 from headrace.engine.batch import BatchPlan
+from headrace.engine.kv_cache import KVCache
 from headrace.engine.scheduler import Scheduler
 
 MAX_STEPS = 4096
@@ -60,3 +63,35 @@ def _within_blocks(plan: BatchPlan, scheduler: Scheduler, most: int) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
+
+
+def fill_blocks(plan: BatchPlan, kv_cache: KVCache, starts: Items[float]) -> None:
+    """Take and publish the blocks of a run in the order, and at the times, of its single steps.
+
+    `starts` says when each step began. What is evicted, and which of two equal blocks is the one to be
+    found, depends on that order. Afterwards the sequences have computed their tokens of all steps.
+    """
+    size, num_steps = kv_cache.block_size, len(starts)
+    begun = [entry.sequence.num_computed_tokens for entry in plan.entries]
+    events: list[
+        tuple[int, bool, int]
+    ] = []  # (step, False to take a block or True to publish, entry)
+    for order, entry in enumerate(plan.entries):
+        sequence = entry.sequence
+        spare = len(sequence.block_ids) * size - sequence.num_kv_rows()
+        events += [(step, False, order) for step in range(spare, num_steps, size)]
+        last_of_block = size - 1 - begun[order] % size
+        events += [(step, True, order) for step in range(last_of_block, num_steps, size)]
+    events.sort()
+    for step, publishes, order in events:
+        sequence = plan.entries[order].sequence
+        sequence.num_computed_tokens = begun[order] + step + publishes
+        kv_cache.pool.now = starts[step]
+        if publishes:
+            kv_cache.publish(sequence)
+        else:
+            has_room = kv_cache.try_grow(sequence, 1)
+            assert has_room, "equal_steps counted the blocks"
+    kv_cache.pool.now = starts[-1]
+    for entry, num_begun in zip(plan.entries, begun, strict=True):
+        entry.sequence.num_computed_tokens = num_begun + num_steps
