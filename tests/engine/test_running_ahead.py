@@ -112,7 +112,7 @@ def serve(
     return {name: said(driver, name, n) for name, n in wanted.items()}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     requests=st.lists(st.tuples(request_strategy, pace_strategy), min_size=1, max_size=10),
     slots=st.integers(1, 6),

@@ -87,7 +87,7 @@ request_strategy = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     arrivals=st.lists(st.tuples(st.floats(0, 0.1), request_strategy), min_size=1, max_size=14),
     num_blocks=st.sampled_from([24, 40, 400]),
