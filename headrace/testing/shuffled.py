@@ -1,4 +1,4 @@
-"""A model with its channels in another order: the same function, in plain numbers that no block scheme has rounded.
+"""A model with its channels in another order: the same function, in plain numbers that no scheme has rounded.
 
 A file of 4-bit blocks gives 4-bit blocks again without loss. Once its channels are shuffled, a group of 32
 holds numbers of many groups, and rounding them costs what it costs a checkpoint that never was quantized.
