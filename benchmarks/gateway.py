@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 CHAT = {"model": "smol", "messages": [{"role": "user", "content": "hello there"}], "max_tokens": 16}
-KEY = "sk-1234"
+KEY = "sk-for-nothing-but-this-benchmark-0123456789abcdef"
 ROUNDS = 3
 
 UPSTREAM = """
@@ -178,6 +178,7 @@ def litellm_command(venv: str, upstream: str, folder: pathlib.Path) -> tuple[lis
     (folder / "litellm.yaml").write_text(
         "model_list:\n  - model_name: smol\n    litellm_params:\n      model: openai/smol\n"
         f"      api_base: {upstream}/v1\n      api_key: x\n"
+        f"general_settings:\n  master_key: {KEY}\n"
     )
     command = [f"{venv}/bin/litellm", "--config", "litellm.yaml", "--host", "127.0.0.1"]
     return [*command, "--port", str(port), "--num_workers", "1"], f"http://127.0.0.1:{port}"

@@ -18,6 +18,7 @@ from headrace.gateway.chat import build_chat_call
 from headrace.gateway.completions import build_completion_call
 from headrace.gateway.endpoint import GenerationEndpoint
 from headrace.gateway.errors import error_response
+from headrace.gateway.exact_paths import ExactPaths
 from headrace.gateway.health import Health, Metrics, Ready
 from headrace.gateway.middleware import ErrorMiddleware, RequestIdMiddleware
 from headrace.gateway.models_endpoint import ListModels, ShowModel
@@ -143,19 +144,22 @@ def create_app(state: GatewayState, more: Sequence[Operation] = ()) -> Starlette
 def application(state: GatewayState, table: Sequence[Operation]) -> Starlette:
     """Return an application of these operations, each behind the check of who may use it."""
     sample_ratio = state.tracing.sample_ratio if state.tracing is not None else None
+    guarded = [Guarded(each.endpoint, state.authenticator, each.access) for each in table]
+    exact = {
+        (each.method, each.path): endpoint
+        for each, endpoint in zip(table, guarded, strict=True)
+        if "{" not in each.path
+    }
     app = Starlette(
         routes=[
-            Route(
-                each.path,
-                Guarded(each.endpoint, state.authenticator, each.access),
-                methods=[each.method],
-            )
-            for each in table
+            Route(each.path, endpoint, methods=[each.method])
+            for each, endpoint in zip(table, guarded, strict=True)
         ],
         middleware=[
             Middleware(RequestIdMiddleware, sample_ratio),
             *_cors(state),
             Middleware(ErrorMiddleware),
+            Middleware(ExactPaths, exact),
         ],
         exception_handlers={HTTPException: _http_error},
     )
