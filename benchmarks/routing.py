@@ -50,9 +50,8 @@ class Scale:
         return -(-self.prefix_tokens // BLOCK_SIZE)
 
     def blocks_per_replica(self, replicas: int) -> int:
-        """All prefixes once in the fleet, and room for what eight requests add to theirs."""
-        own = -(-(self.tail_tokens + self.output_tokens) // BLOCK_SIZE) + 1
-        return -(-self.tenants // replicas) * self.prefix_blocks + 8 * own
+        """All prefixes once in the fleet, and a quarter more for what requests add to theirs."""
+        return -(-self.tenants // replicas) * self.prefix_blocks * 5 // 4
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ _RENEW_SECONDS = _LEASE_SECONDS / 3
 _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 5.0
 _MAX_BATCH = 256
+_MAX_CONNECTIONS = 32
 _MAX_PENDING = 10_000
 _logger = structlog.get_logger("headrace.gateway")
 
@@ -59,12 +60,15 @@ class RedisLimitStore:
 
         self._settings = settings
         self._now = now
-        self._client = redis.asyncio.from_url(
+        pool = redis.asyncio.BlockingConnectionPool.from_url(
             settings.url,
+            max_connections=_MAX_CONNECTIONS,
+            timeout=settings.timeout_seconds,
             socket_timeout=settings.timeout_seconds,
             socket_connect_timeout=settings.timeout_seconds,
             retry=Retry(NoBackoff(), 0),
         )
+        self._client = redis.asyncio.Redis.from_pool(pool)
         self._scripts = {text: self._client.register_script(text) for text in (TAKE, SETTLE, RENEW)}
         self._leases: dict[str, list[Charge]] = {}
         self._pending: deque[tuple[str, tuple[Settlement, ...]]] = deque(maxlen=_MAX_PENDING)

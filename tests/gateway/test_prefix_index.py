@@ -16,6 +16,7 @@ from headrace.gateway.ledger import Ledger, Load, load_of
 from headrace.gateway.prefix_index import MAX_BLOCKS, PrefixIndex
 from headrace.gateway.text_prefix import canonical_prompt, estimated_tokens, text_prefix_hashes
 from headrace.policies.routing.prefix_hash import PrefixHash
+from headrace.policies.routing.session import Session
 from headrace.testing.fake_client import FakeClient
 from headrace.testing.fake_gateway import FakeGateway
 from headrace.types import RoutingRequest
@@ -259,3 +260,24 @@ class TestExpectedOutput:
         for number in range(1000):
             expected.observe("m", f"tenant-{number}", 1)
         assert len(expected) == 10
+
+
+def test_a_session_stays_where_it_is() -> None:
+    """The header names it, else the body's `user`; neither reaches the engine."""
+    engines = [FakeClient(f"tiny/{index}") for index in range(4)]
+    gateway = FakeGateway(*engines, routing=Session())
+    with TestClient(gateway.app) as client:
+        for number in range(8):
+            for _ in range(3):
+                ask = {"prompt": f"{number}", "user": "somebody", "max_tokens": 1}
+                headers = {"X-Session-ID": f"session-{number}"}
+                assert client.post("/v1/completions", json=ask, headers=headers).status_code == 200
+        by_header = {engine.id: len(engine.requests) for engine in engines}
+        for number in range(6):
+            ask = {"prompt": f"{number}", "user": "somebody", "max_tokens": 1}
+            assert client.post("/v1/completions", json=ask).status_code == 200
+        assert client.post("/v1/completions", json={"prompt": "x", "user": 7}).status_code == 200
+    assert len([count for count in by_header.values() if count]) > 1
+    assert all(count % 3 == 0 for count in by_header.values())
+    more = [len(engine.requests) - by_header[engine.id] for engine in engines]
+    assert sorted(more)[-1] in (6, 7), "all of one user's in one place"
