@@ -18,7 +18,7 @@ from headrace.engine.child import ChildProcess, describe_exit, relay_line
 from headrace.engine.heartbeat import Heartbeat
 from headrace.engine.loop import EngineLoop, SteppedEngine
 from headrace.engine.outbox import Outbox
-from headrace.engine.policy_control import PolicyControl
+from headrace.engine.policy_control import PolicyControl as PolicyControl
 from headrace.engine.policy_switch import PolicySwitch
 from headrace.engine.spawn import WORKER_COMMAND
 from headrace.engine.streams import ClientState as ClientState

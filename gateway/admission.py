@@ -38,6 +38,9 @@ from headrace.types import (
     TicketView,
 )
 
+_MAX_REASONS = 64
+"""Of refusals that are counted apart, whatever a policy makes up."""
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -209,7 +212,10 @@ class AdmissionGate:
         self._leave_lane(ticket)
 
     def _refused(self, error: RateLimited | Unavailable) -> RateLimited | Unavailable:
-        self.refusals[error.reason or "policy"] += 1
+        reason = error.reason or "policy"
+        if reason not in self.refusals and len(self.refusals) >= _MAX_REASONS:
+            reason = "other"
+        self.refusals[reason] += 1
         return error
 
     def _reserve(self, ticket: Ticket, charges: Sequence[Charge]) -> None:

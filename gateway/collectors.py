@@ -7,7 +7,7 @@ of the configuration, states, kinds of policy, and reasons of refusals, of which
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 
 from headrace.gateway.replica import Replica
 from headrace.gateway.router import Router
+from headrace.policy_guard import PolicyGuard
 from headrace.types import EngineStats
 
 if TYPE_CHECKING:
@@ -36,6 +37,11 @@ _GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("kv_blocks", "KV blocks of the pool", lambda stats: stats.num_blocks),
     ("kv_blocks_free", "KV blocks that can be taken", lambda stats: stats.num_free_blocks),
     ("kv_usage_ratio", "Share of the KV pool in use, 0 to 1", lambda stats: kv_usage(stats)),
+    (
+        "step_time_error_ratio",
+        "Mean error of the learnt step-time model, over the mean step",
+        lambda stats: stats.step_time_error,
+    ),
 )
 _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("preemptions", "Sequences preempted", lambda stats: stats.preemptions_total),
@@ -86,6 +92,7 @@ class ReplicaCollector(Collector):
         for replica, stats in replicas:
             steps.add_metric(_labels(replica), stats.steps_total, stats.step_seconds_total)
         yield steps
+        yield _step_time_model(replicas)
         only = [replica for replica, _ in replicas]
         yield from self._states(only)
         yield from self._loads(only)
@@ -173,25 +180,37 @@ class GatewayCollector(Collector):
         failures.add_metric(["missing"], auth.missing)
         failures.add_metric(["unknown"], auth.unknown)
         yield failures
-        yield self._policy_failures()
+        yield from self._policies()
         yield CounterMetricFamily(
             "headrace_observer_facts_dropped",
             "Facts that observers were too slow for",
             value=state.observers.num_dropped,
         )
 
-    def _policy_failures(self) -> Metric:
+    def _policies(self) -> Iterator[Metric]:
         failures = CounterMetricFamily(
             "headrace_policy_failures",
             "Calls of a policy that the built-in had to decide",
             labels=("kind", *_REPLICA),
         )
+        calls = SummaryMetricFamily(
+            "headrace_policy_seconds", "Calls of a policy", labels=("kind", *_REPLICA)
+        )
         for replica in self._state.router.replicas():
-            count = replica.client.stats.policy_failures_total
-            failures.add_metric(["scheduling", *_labels(replica)], count)
-        failures.add_metric(["routing", "", ""], self._state.router.policy_failures_total)
-        failures.add_metric(["admission", "", ""], self._state.admission.policy_failures_total)
-        return failures
+            stats, labels = replica.client.stats, _labels(replica)
+            for kind, prefix in (("scheduling", "policy"), ("eviction", "eviction")):
+                failures.add_metric([kind, *labels], getattr(stats, f"{prefix}_failures_total"))
+                count = getattr(stats, f"{prefix}_calls_total")
+                calls.add_metric([kind, *labels], count, getattr(stats, f"{prefix}_seconds_total"))
+        own: dict[str, list[PolicyGuard[Any]]] = {"routing": [self._state.router.guard]}
+        own["admission"] = [
+            policy for policy in self._state.admission.policies if isinstance(policy, PolicyGuard)
+        ]
+        for kind, guards in own.items():
+            failures.add_metric([kind, "", ""], sum(guard.failures_total for guard in guards))
+            count = sum(guard.calls_total for guard in guards)
+            calls.add_metric([kind, "", ""], count, sum(guard.seconds_total for guard in guards))
+        yield from (failures, calls)
 
 
 def _bounded(counts: Mapping[str, int]) -> dict[str, int]:
@@ -201,6 +220,19 @@ def _bounded(counts: Mapping[str, int]) -> dict[str, int]:
         name = reason if number < MAX_REASONS else "other"
         bounded[name] = bounded.get(name, 0) + count
     return bounded
+
+
+def _step_time_model(replicas: Sequence[tuple[Replica, EngineStats]]) -> Metric:
+    learnt = GaugeMetricFamily(
+        "headrace_step_time_model_seconds",
+        "What the learnt step-time model says one more of each costs",
+        labels=(*_REPLICA, "term"),
+    )
+    for replica, stats in replicas:
+        terms = ("step", "prefill_token", "sequence", "kv_row")
+        for term, seconds in zip(terms, stats.step_time_coefficients, strict=True):
+            learnt.add_metric([*_labels(replica), term], seconds)
+    return learnt
 
 
 def _labels(replica: Replica) -> list[str]:

@@ -67,6 +67,11 @@ class Router:
         return any(group.has_upstream for group in self._groups.values())
 
     @property
+    def guard(self) -> RoutingGuard:
+        """What stands before the policy: its state, and the way to swap it."""
+        return self._guard
+
+    @property
     def policy_failures_total(self) -> int:
         return self._guard.failures_total
 

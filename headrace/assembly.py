@@ -15,14 +15,18 @@ from headrace.gateway.admission import AdmissionGate
 from headrace.gateway.breaker import CircuitBreaker
 from headrace.gateway.ledger import Ledger
 from headrace.gateway.limit_store import LimitStore, MemoryLimitStore
+from headrace.gateway.policy_desk import ENGINE_KINDS, PolicyDesk
+from headrace.gateway.policy_watch import WatchedScript
 from headrace.gateway.redis_store import RedisLimitStore, RedisSettings
 from headrace.gateway.replica import Replica
 from headrace.gateway.router import ModelGroup, Router
 from headrace.gateway.upstream import Upstream
 from headrace.plugins.registry import Registries
+from headrace.plugins.script import is_script, script_path
 from headrace.policies.admission.unlimited import Unlimited
 from headrace.policies.routing.round_robin import RoundRobin
 from headrace.policy_guard import AdmissionGuard
+from headrace.types import PolicyChoice
 
 
 def make_replica(config: Config, model_index: int, entry: ReplicaEntry, name: str) -> Replica:
@@ -84,6 +88,39 @@ def build_admission(config: Config, registries: Registries, ledger: Ledger) -> A
         ledger=ledger,
         store=build_limit_store(config, os.environ),
     )
+
+
+def build_policy_desk(
+    config: Config, registries: Registries, router: Router, admission: AdmissionGate
+) -> PolicyDesk:
+    """Return the desk at which the policies of a running server are swapped."""
+    base_dir = pathlib.Path(config.base_dir)
+    router.guard.choice = PolicyChoice(config.routing.use, config.routing.options)
+
+    def create(kind: str, choice: PolicyChoice) -> Any:
+        return registries.create(kind, choice.use, choice.options, base_dir)
+
+    return PolicyDesk(router, admission, create, lambda policy: AdmissionGuard(policy, Unlimited()))
+
+
+def watched_scripts(config: Config) -> list[WatchedScript]:
+    """Return the policies of the configuration that come from files and can be swapped."""
+    places = [("", "routing", config.routing)]
+    places += [
+        ("", "admission", choice) for choice in config.admission if len(config.admission) == 1
+    ]
+    for model in config.models:
+        places += [(model.name, kind, getattr(model.policies, kind)) for kind in ENGINE_KINDS]
+    return [
+        WatchedScript(
+            kind,
+            PolicyChoice(choice.use, choice.options),
+            model,
+            str(script_path(choice.use, pathlib.Path(config.base_dir))),
+        )
+        for model, kind, choice in places
+        if is_script(choice.use)
+    ]
 
 
 def build_limit_store(config: Config, environ: Mapping[str, str]) -> LimitStore:

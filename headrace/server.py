@@ -46,6 +46,7 @@ from headrace.gateway.policy_watch import watch_scripts
 from headrace.gateway.state import GatewayState
 from headrace.gateway.tls import tls_options
 from headrace.gateway.tracing import create_tracing
+from headrace.heap import return_free_memory
 from headrace.listening import HttpServer, bind, connection_limit
 from headrace.logs import configure_logging, get_logger
 from headrace.plugins.manager import create_plugin_manager, notify
@@ -261,6 +262,7 @@ class Gateway:
             functools.partial(notify, self._manager, "headrace_server_started", info=self._info)
         )
         self._announce()
+        return_free_memory()  # cards and tokenizers left pages behind
 
     def _announce(self) -> None:
         cards = {replica.model_name: replica.client.card for replica in self._router.replicas()}

@@ -21,12 +21,17 @@ def is_script(use: str) -> bool:
     return ".py:" in use or use.endswith(".py") or "/" in use
 
 
+def script_path(use: str, base_dir: pathlib.Path) -> pathlib.Path:
+    """Return the file of a script reference, absolute; a relative one counts from `base_dir`."""
+    return (base_dir / pathlib.Path(use.rpartition(":")[0]).expanduser()).resolve()
+
+
 def load_class(use: str, base_dir: pathlib.Path) -> type[Any]:
     """Return the class that `path.py:Class` names, freshly loaded. PluginError says what is wrong."""
     location, colon, class_name = use.rpartition(":")
     if not colon or not location.endswith(".py") or not class_name:
         raise PluginError(f"'{use}': write a script as ./file.py:Class")
-    path = (base_dir / pathlib.Path(location).expanduser()).resolve()
+    path = script_path(use, base_dir)
     module = _load_module(path)
     cls = getattr(module, class_name, None)
     if isinstance(cls, type):
@@ -37,6 +42,18 @@ def load_class(use: str, base_dir: pathlib.Path) -> type[Any]:
         if isinstance(member, type) and member.__module__ == module.__name__
     ]
     raise PluginError(f"{path} has no class '{class_name}'. {did_you_mean(class_name, own)}")
+
+
+def policy_classes(path: pathlib.Path) -> list[str]:
+    """Return the classes of a script that have a `name`, as policies do, in the order they are written."""
+    module = _load_module(path.expanduser().resolve())
+    return [
+        name
+        for name, member in vars(module).items()
+        if isinstance(member, type)
+        and member.__module__ == module.__name__
+        and isinstance(getattr(member, "name", None), str)
+    ]
 
 
 def _load_module(path: pathlib.Path) -> types.ModuleType:

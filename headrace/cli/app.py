@@ -10,6 +10,7 @@ from headrace.cli.check_config import check_config
 from headrace.cli.generate import generate
 from headrace.cli.keys import keys
 from headrace.cli.plugins import plugins
+from headrace.cli.policies import policies
 from headrace.cli.pull import pull
 from headrace.cli.serve import serve
 
@@ -27,6 +28,7 @@ app.command()(bench)
 app.command()(pull)
 app.command("check-config")(check_config)
 app.command()(plugins)
+app.add_typer(policies)
 app.add_typer(keys)
 
 

@@ -12,12 +12,24 @@ from headrace.cli.options import ConfigFile, ModelSource, Settings, load
 if TYPE_CHECKING:
     from headrace.config import LoadedConfig
 
+PRELOADED = (
+    "headrace.build",
+    "headrace.engine.engine",
+    "headrace.models.checkpoint",
+    "headrace.text.tokenizer",
+)
+"""What every engine process imports sooner or later."""
+PRELOADED_FOR_CPU = ("headrace.backends.cpu.fast.runner",)
+
 
 def serve(
     config: ConfigFile = None,
     model: ModelSource = None,
     host: str | None = typer.Option(None, help="Address to bind. Default: 127.0.0.1."),
     port: int | None = typer.Option(None, help="Port to bind; 0 picks a free one. Default: 8000."),
+    watch: bool = typer.Option(
+        False, "--watch", help="Swap a policy's script in again whenever it is saved."
+    ),
     settings: Settings = None,
 ) -> None:
     """Serve models over an OpenAI-compatible HTTP API."""
@@ -26,6 +38,18 @@ def serve(
         return load(config, model=model, settings=settings, gateway__host=host, gateway__port=port)
 
     loaded = read()
+    start_first_engine(loaded)
     from headrace.server import run_server
 
-    sys.exit(run_server(loaded, read))
+    sys.exit(run_server(loaded, read, watch=watch))
+
+
+def start_first_engine(loaded: LoadedConfig) -> None:
+    """Start the first engine's process, so that it imports what it needs while the gateway does the same."""
+    from headrace.engine.spawn import WORKER_COMMAND, start_early
+
+    for model in loaded.config.models:
+        if any(entry.kind == "process" for entry in model.replica_entries):
+            modules = PRELOADED + (PRELOADED_FOR_CPU if model.backend.use == "cpu" else ())
+            start_early(WORKER_COMMAND, [f"--preload={module}" for module in modules])
+            return

@@ -1,6 +1,7 @@
-"""Whether the plugins that a configuration chooses exist and take the options it gives them.
+"""Whether the plugins that a configuration chooses exist, take the options it gives them and can be built.
 
-Nothing is built here but the `Options`; an error carries the key and where it was written.
+Policies are built once and thrown away, so that an `__init__` that raises is found before anything
+starts; of backends only the `Options` are. An error carries the key and where it was written.
 """
 
 from __future__ import annotations
@@ -33,7 +34,11 @@ def check_choices(loaded: LoadedConfig, registries: Registries) -> None:
     base_dir = pathlib.Path(loaded.config.base_dir)
     for kind, key, choice in choices(loaded.config):
         try:
-            build_options(registries.resolve(kind, choice.use, base_dir), choice.options, base_dir)
+            cls = registries.resolve(kind, choice.use, base_dir)
+            if kind == "backends":
+                build_options(cls, choice.options, base_dir)
+            else:
+                registries.create(kind, choice.use, choice.options, base_dir)
         except PluginError as error:
             where = _origin(loaded.origins, key, choice, str(error))
             raise ConfigError(f"{where}, key {key}: {error}") from error

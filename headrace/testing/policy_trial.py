@@ -65,13 +65,14 @@ def serve(
     *,
     num_blocks: int = 4096,
     until: float = float("inf"),
+    awaited: int = -1,
     on_step: Callable[[Engine, float], object] = lambda engine, now: None,
     **settings: Any,
 ) -> list[Served]:
     """Serve `jobs` under `policy` and return how each fared, in their order.
 
-    It ends when all are served, or at `until`: then times that did not come are -1. `settings` are
-    fields of EngineSettings. `on_step` is told the engine and the time after each step.
+    It ends when all are served, at `until`, or when job number `awaited` has its first token: then
+    times that did not come are -1. `settings` are fields of EngineSettings. `on_step` is told the engine and the time after each step.
     """
     engine_settings = EngineSettings(
         **{
@@ -85,7 +86,8 @@ def serve(
     engine, clock = _engine(policy, engine_settings, num_blocks)
     served = {f"job-{number}": Served(job) for number, job in enumerate(jobs)}
     to_come = sorted(served, key=lambda name: served[name].job.at, reverse=True)
-    while (to_come or engine.has_work()) and clock.now() < until:
+    last = served.get(f"job-{awaited}", Served(jobs[0]))
+    while (to_come or engine.has_work()) and clock.now() < until and last.first_token_at < 0:
         if not engine.has_work():
             clock.set(max(clock.now(), served[to_come[-1]].job.at))
         while to_come and served[to_come[-1]].job.at <= clock.now():

@@ -148,7 +148,7 @@ def test_a_refused_request_is_counted_and_nothing_it_sent_becomes_a_label(
     assert "spy" not in page.text
     labels = {name for family in page.families for s in family.samples for name in s.labels}
     assert labels <= {
-        "model", "endpoint", "status", "finish_reason", "replica", "state", "kind", "le", "reason",
+        "model", "endpoint", "status", "finish_reason", "replica", "state", "kind", "le", "reason", "term",
     }  # fmt: skip
 
 

@@ -1,0 +1,198 @@
+"""Policies swapped in a running server, under load: no request lost, and all replicas or none."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pathlib
+import signal
+import time
+from typing import Any
+
+import aiohttp
+import httpx
+import psutil
+import pytest
+
+from headrace.testing.script_file import write_script
+from headrace.testing.server import StartedServer, started_server
+
+ADMIN = {"HEADRACE_TEST_ADMIN": "let-me-in"}
+KEY = {"authorization": "Bearer let-me-in"}
+LAST_FIRST = """
+class LastFirst:
+    name = "last_first"
+
+    def rank_waiting(self, waiting, view):
+        return sorted(waiting, key=lambda request: -request.arrival_time)
+
+    def choose_victim(self, running, view):
+        return running[-1]
+
+    def prefill_budget(self, view):
+        {budget}
+"""
+
+
+@pytest.fixture
+def policy(tmp_path: pathlib.Path) -> pathlib.Path:
+    path = tmp_path / "last_first.py"
+    path.write_text(LAST_FIRST.format(budget="return view.token_budget"))
+    return path
+
+
+@pytest.fixture
+def config(tmp_path: pathlib.Path) -> pathlib.Path:
+    script = write_script(tmp_path / "script.json", ["x"])
+    path = tmp_path / "headrace.yaml"
+    path.write_text(
+        "gateway: {admin: {key_env: HEADRACE_TEST_ADMIN}}\n"
+        f"models:\n  - name: m\n    source: scripted:{script}\n"
+        "    backend: {use: simulated, options: {base_seconds: 0.005}}\n"
+        "    engine: {num_threads: 1, kv_memory: 64MiB, max_num_sequences: 2}\n"
+        "    replicas: 2\n"
+    )
+    return path
+
+
+def in_force(server: StartedServer, kind: str) -> list[dict[str, Any]]:
+    answer = httpx.get(f"{server.url}/admin/policies", headers=KEY, timeout=30)
+    assert answer.status_code == 200
+    return [each for each in answer.json()["policies"] if each["kind"] == kind]
+
+
+def swap(server: StartedServer, kind: str, use: str, **options: Any) -> httpx.Response:
+    body = {"use": use, "options": options}
+    url = f"{server.url}/admin/policies/{kind}"
+    return httpx.post(url, json=body, headers=KEY, timeout=60)
+
+
+def wait_for(server: StartedServer, names: list[str], kind: str = "scheduling") -> None:
+    deadline = time.monotonic() + 60
+    while [each["name"] for each in in_force(server, kind)] != names:
+        assert time.monotonic() < deadline, in_force(server, kind)
+        time.sleep(0.05)
+
+
+async def ask(session: aiohttp.ClientSession, url: str) -> tuple[int, str]:
+    body = {"model": "m", "prompt": "x", "max_tokens": 6, "ignore_eos": True, "seed": 1}
+    async with session.post(url + "/v1/completions", json=body) as response:
+        answer = await response.json()
+        text = answer["choices"][0]["text"] if response.status == 200 else str(answer)
+        return response.status, text
+
+
+async def load_and_swap(server: StartedServer, uses: list[str]) -> list[tuple[int, str]]:
+    answers: list[tuple[int, str]] = []
+    is_over = False
+
+    async def client(session: aiohttp.ClientSession) -> None:
+        while not is_over:
+            answers.append(await ask(session, server.url))
+
+    async with aiohttp.ClientSession() as session:
+        clients = [asyncio.create_task(client(session)) for _ in range(10)]
+        for use in uses:
+            seen = len(answers)
+            await asyncio.gather(*[ask(session, server.url) for _ in range(10)])
+            assert len(answers) > seen
+            url = f"{server.url}/admin/policies/scheduling"
+            async with session.post(url, json={"use": use}, headers=KEY) as response:
+                assert response.status == 200, await response.text()
+        is_over = True
+        await asyncio.gather(*clients)
+    return answers
+
+
+def test_swaps_under_load_lose_nothing_and_a_refusal_changes_nothing(
+    config: pathlib.Path, policy: pathlib.Path
+) -> None:
+    with started_server(["-c", str(config)], environment=ADMIN) as server:
+        uses = [f"{policy}:LastFirst", "fair_share", "slo", "./last_first.py:LastFirst"]
+        answers = asyncio.run(load_and_swap(server, uses))
+        assert {status for status, _ in answers} == {200}
+        assert len({text for _, text in answers}) == 1
+        wait_for(server, ["last_first", "last_first"])
+
+        for use, reason in (
+            ("./nowhere.py:Policy", "nowhere.py: cannot be read"),
+            ("./last_first.py:Missing", "has no class 'Missing'"),
+            ("shortest_frist", "Did you mean 'shortest_first'"),
+        ):
+            refused = swap(server, "scheduling", use)
+            assert refused.status_code == 400
+            assert reason in refused.json()["error"]["message"]
+        assert swap(server, "scheduling", "slo", ttft="fast").status_code == 400
+        assert swap(server, "quantization", "int8").status_code == 400
+        wait_for(server, ["last_first", "last_first"])
+
+        assert swap(server, "routing", "least_loaded").status_code == 200
+        assert [each["name"] for each in in_force(server, "routing")] == ["least_loaded"]
+        assert swap(server, "eviction", "lfu", half_life="2m").status_code == 200
+        assert [each["options"] for each in in_force(server, "eviction")] == [
+            {"half_life": "2m"},
+            {"half_life": "2m"},
+        ]
+
+        child = psutil.Process(server.process.pid).children()[0]
+        os.kill(child.pid, signal.SIGKILL)
+        child.wait(30)
+        server.wait_ready()
+        wait_for(server, ["last_first", "last_first"])
+        assert [each["name"] for each in in_force(server, "eviction")] == ["lfu", "lfu"]
+
+
+def test_saving_a_script_swaps_it_in_and_a_broken_one_changes_nothing(
+    config: pathlib.Path, policy: pathlib.Path
+) -> None:
+    with config.open("a") as out:
+        out.write("    policies: {scheduling: ./last_first.py:LastFirst}\n")
+    with started_server(["-c", str(config), "--watch"], environment=ADMIN) as server:
+        policy.write_text("class LastFirst:\n    pass\n")
+        while not any("policy_not_reloaded" in line for line in server.output):
+            time.sleep(0.05)
+        wait_for(server, ["last_first", "last_first"])
+        changed = LAST_FIRST.format(budget="return view.token_budget").replace(
+            '"last_first"', '"saved"'
+        )
+        policy.write_text(changed)
+        wait_for(server, ["saved", "saved"])
+
+
+def test_a_policy_that_does_not_come_back_is_benched_and_no_request_is_lost(
+    config: pathlib.Path, policy: pathlib.Path
+) -> None:
+    hangs = LAST_FIRST.format(budget="while True: pass")
+    policy.write_text(hangs)
+    with started_server(["-c", str(config)], environment=ADMIN) as server:
+        assert swap(server, "scheduling", "./last_first.py:LastFirst").status_code == 200
+        answers = asyncio.run(load_and_swap(server, []))
+        assert {status for status, _ in answers} <= {200}
+        body = {"model": "m", "prompt": "x", "max_tokens": 6}
+        for _ in range(12):
+            answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+            assert answer.status_code == 200
+        benched = in_force(server, "scheduling")
+        assert all(each["is_benched"] for each in benched), benched
+        assert "cut off after 100 ms" in benched[0]["last_failure"]
+        metrics = httpx.get(f"{server.url}/metrics").text
+        line = next(
+            line
+            for line in metrics.splitlines()
+            if line.startswith('headrace_policy_failures_total{kind="scheduling"')
+        )
+        assert float(line.split()[-1]) == 3.0
+
+
+@pytest.mark.slow
+def test_a_policy_stuck_in_compiled_code_costs_a_restart_and_its_requests_learn_why(
+    config: pathlib.Path, policy: pathlib.Path
+) -> None:
+    policy.write_text(LAST_FIRST.format(budget="import time; time.sleep(3600)"))
+    with started_server(["-c", str(config)], environment=ADMIN) as server:
+        assert swap(server, "scheduling", "./last_first.py:LastFirst").status_code == 200
+        body = {"model": "m", "prompt": "x", "max_tokens": 6}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=90)
+        assert answer.status_code >= 500
+        assert "inside one call of compiled code" in answer.text
+        assert swap(server, "scheduling", "fcfs").status_code in (200, 503)
