@@ -22,6 +22,9 @@ from headrace.types import GenerationRequest, RoutingRequest, TicketView
 
 _HEAD_ASKS_AGAIN_SECONDS = 0.1
 _OTHERS_ASK_AGAIN_SECONDS = 5.0
+_UNKNOWN_OUTPUT_TOKENS = 128
+"""What routing takes for an output of which nothing is known: a caller who sets no bound asks for the
+rest of the context, and that as a load would outweigh every cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,10 @@ def routing_request(
     """Return what routing may know of one prompt."""
     sampling = request.sampling
     expected = state.admission.expected_output.predict(
-        request.model, request.tenant, sampling.max_tokens or 0
+        request.model,
+        request.tenant,
+        sampling.max_tokens or 0,
+        unknown=_UNKNOWN_OUTPUT_TOKENS,
     )
     return RoutingRequest(
         model=request.model,
@@ -86,7 +92,15 @@ async def admit_call(
     routing = [routing_request(state, request, call.session) for request in call.requests]
     most = call.num_choices * sum(each.sampling.max_tokens or 0 for each in call.requests)
     view = parsed_view(arrival, call.card.name, routing, most)
-    view = replace(view, num_choices=len(routing) * call.num_choices)
+    predict = state.admission.expected_output.predict
+    expected = [
+        predict(each.model, each.tenant, each.sampling.max_tokens or 0) for each in call.requests
+    ]
+    view = replace(
+        view,
+        num_choices=len(routing) * call.num_choices,
+        expected_output_tokens=call.num_choices * sum(expected),
+    )
     await pass_gate(state, ticket, view, routing)
     proposed = ticket.replica_ids or ("",) * len(routing)
     return [Placement(*each) for each in zip(call.requests, routing, proposed, strict=True)]

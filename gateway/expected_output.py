@@ -50,10 +50,15 @@ class ExpectedOutput:
             self._tenants.popitem(last=False)
         self._models.setdefault(model, _Estimate()).observe(num_tokens)
 
-    def predict(self, model: str, tenant: str, max_tokens: int) -> int:
-        """Return the tokens one choice will probably stay below; `max_tokens` while nothing is known."""
+    def predict(
+        self, model: str, tenant: str, max_tokens: int, *, unknown: int | None = None
+    ) -> int:
+        """Return the tokens one choice will probably stay below.
+
+        While nothing is known: `unknown`, and without that `max_tokens`.
+        """
         for estimate in (self._tenants.get((model, tenant)), self._models.get(model)):
             if estimate is not None and estimate.num_samples >= _MIN_SAMPLES:
                 likely = estimate.mean + _DEVIATIONS * estimate.deviation
                 return min(max_tokens, max(1, round(likely)))
-        return max_tokens
+        return max_tokens if unknown is None else min(max_tokens, unknown)

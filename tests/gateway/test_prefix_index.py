@@ -236,6 +236,8 @@ def test_blocks_are_reserved_and_given_back() -> None:
 class TestExpectedOutput:
     def test_nothing_known_is_what_was_asked_for(self) -> None:
         assert ExpectedOutput().predict("m", "t", 512) == 512
+        assert ExpectedOutput().predict("m", "t", 512, unknown=100) == 100
+        assert ExpectedOutput().predict("m", "t", 50, unknown=100) == 50
 
     def test_a_tenant_is_learnt_and_a_new_one_taken_for_the_average(self) -> None:
         expected = ExpectedOutput()
