@@ -20,13 +20,19 @@ def no_early_process_stays() -> Iterator[None]:
     spawn._end_early()
 
 
+def arguments_of(started: spawn.StartedProcess) -> list[str]:
+    arguments = started.process.args
+    assert isinstance(arguments, list)
+    return [str(argument) for argument in arguments]
+
+
 def test_an_early_process_is_taken_once() -> None:
     spawn.start_early(SLEEPER, EXTRA)
     early = spawn.take(SLEEPER)
     late = spawn.take(SLEEPER)
     try:
         assert early.process.pid != late.process.pid
-        assert EXTRA[0] in early.process.args and EXTRA[0] not in late.process.args
+        assert EXTRA[0] in arguments_of(early) and EXTRA[0] not in arguments_of(late)
     finally:
         for started in (early, late):
             started.end()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -115,9 +116,9 @@ def test_options_that_no_scheme_can_hold(name: str, options: dict[str, Any], mes
 
 def model_of(**weights: Any) -> LoadedModel:
     parts = {name: plain_part(name, np.asarray(value)) for name, value in weights.items()}
-    any_model: Any = LoadedModel
-    return any_model(
-        name="m", revision="", architecture=None, tensors=PartSource(parts), text=None,
+    nothing: Any = None
+    return LoadedModel(
+        name="m", revision="", architecture=nothing, tensors=PartSource(parts), text=nothing,
         default_sampling={}, stored_dtype="float32", expand=lambda part: part,
     )  # fmt: skip
 
@@ -167,22 +168,28 @@ class Author:
         return self._make(weight)
 
 
+def _given(parts: dict[str, QuantizedPart], weight: Any) -> dict[str, QuantizedPart]:
+    return parts
+
+
 def test_transposed_parts_are_taken_and_wrong_ones_refused() -> None:
     weight = RANDOM.standard_normal((16, 64)).astype(np.float32)
-    parts = Int8().quantize(weight, "q8_0", None)
+    parts = dict(Int8().quantize(weight, "q8_0", None))
     turned = {name: QuantizedPart(part.array.T, 1, 0) for name, part in parts.items()}
     np.testing.assert_array_equal(
         assemble(Author(lambda _: turned), weight, "q8_0", "w"),
         assemble(Int8(), weight, "q8_0", "w"),
     )
-    for changed, message in (
+    wrong: list[tuple[dict[str, QuantizedPart], str]] = [
         ({"codes": parts["codes"]}, "gave the parts codes; it must give codes, scale"),
         (parts | {"scale": replace(parts["scale"], out_axis=None)}, r"axes \(None, 1\)"),
         (parts | {"codes": QuantizedPart(np.zeros((16, 64)), 0, 1)}, "'codes' as float64"),
         (parts | {"scale": QuantizedPart(np.zeros((16, 1), "f2"), 0, 1)}, r"\[16, 1\]"),
-    ):
+    ]
+    for changed, message in wrong:
+        author = Author(partial(_given, changed))
         with pytest.raises(PluginError, match=message):
-            assemble(Author(lambda _, made=changed: made), weight, "q8_0", "w")
+            assemble(author, weight, "q8_0", "w")
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "mixed"])
