@@ -1,0 +1,1 @@
+"""A scheduling policy that lives outside Headrace."""
