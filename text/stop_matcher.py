@@ -16,6 +16,7 @@ class StopMatcher:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._patterns = [_Pattern(stop) for stop in dict.fromkeys(stops) if stop]
+        self._first_characters = frozenset(pattern.text[0] for pattern in self._patterns)
         self._held = ""
         self.matched: str | None = None
         """The stop string found; no text is released after it."""
@@ -29,8 +30,8 @@ class StopMatcher:
         """Return the text that can no longer belong to a stop string, of all appended so far."""
         if self.matched is not None:
             return ""
-        if not self._patterns:
-            return text
+        if not self._held and self._first_characters.isdisjoint(text):
+            return text  # nothing begins here: the way of most text, or there are no stop strings
         known = self._held + text
         for place, character in enumerate(text, len(self._held)):
             longest = self._advance(character)
