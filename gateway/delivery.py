@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
-import anyio
 import msgspec
 import structlog
-from anyio.abc import TaskGroup
 from starlette.types import Send
 
 from headrace.errors import EngineFailed, RemoteError, RequestAborted, RequestError
@@ -18,7 +17,6 @@ from headrace.gateway.answer import ENDED_WELL, Answer
 from headrace.gateway.errors import error_info, error_object
 from headrace.gateway.failover import is_replicas_fault
 from headrace.gateway.sse import SseWriter
-from headrace.gateway.tasks import first_error
 from headrace.types import TokenEvent
 
 _logger = structlog.get_logger("headrace.gateway")
@@ -26,19 +24,37 @@ _logger = structlog.get_logger("headrace.gateway")
 
 @dataclass(slots=True)
 class Outlet:
-    """The way to the client. `writer` and `group` are there where the answer is streamed."""
+    """The way to the client. A `writer` is there where the answer is streamed."""
 
     send: Send
     writer: SseWriter | None = None
-    group: TaskGroup | None = None
     has_said: bool = False
     """Whether some of the answer has gone out: then nothing can begin anew."""
+    stalled: BaseException | None = None
+    """Why the client was given up, where it was."""
+    _task: asyncio.Task[Any] | None = field(default_factory=asyncio.current_task)
+    _watch: asyncio.Task[None] | None = None
 
     async def begin(self) -> None:
-        """Send the head of a stream, where it has not gone out yet."""
-        if self.writer is not None and self.group is not None and not self.writer.started:
-            self.group.start_soon(self.writer.watch)
+        """Send the head of a stream, where it has not gone out yet, and watch the client from then on."""
+        if self.writer is not None and not self.writer.started:
+            self._watch = asyncio.get_running_loop().create_task(self.writer.watch())
+            self._watch.add_done_callback(self._give_up)
             await self.writer.start()
+
+    def close(self) -> None:
+        """End the watch."""
+        self._task = None
+        if self._watch is not None:
+            self._watch.cancel()
+
+    def _give_up(self, watch: asyncio.Task[None]) -> None:
+        if watch.cancelled():
+            return
+        error = watch.exception()
+        if error is not None and self._task is not None:
+            self.stalled = error
+            self._task.cancel()
 
 
 Way = Callable[[Outlet], Awaitable[bytes]]
@@ -59,19 +75,22 @@ async def deliver(
     writer = SseWriter(
         send, keepalive_interval=config.keepalive_interval, stall_timeout=config.stall_timeout
     )
+    outlet, task = Outlet(send, writer), asyncio.current_task()
     try:
-        async with anyio.create_task_group() as group:
-            last = await _in_turn(ways, Outlet(send, writer, group))
-            group.cancel_scope.cancel()
-    except BaseExceptionGroup as errors:
-        error = first_error(errors)
-        is_reportable = isinstance(error, Exception) and not isinstance(error, RequestAborted)
-        if not (writer.started and is_reportable):
-            raise error from None
-        assert isinstance(error, Exception)
+        last = await _in_turn(ways, outlet)
+    except asyncio.CancelledError:
+        if outlet.stalled is None or task is None or task.uncancel():
+            raise
+        raise outlet.stalled from None
+    except Exception as error:
+        outlet.close()
+        if not writer.started or isinstance(error, RequestAborted):
+            raise
         note_failure(record, error)
         await writer.end([msgspec.json.encode(error_object(error_info(error)))])
         return
+    finally:
+        outlet.close()
     if writer.started:
         await writer.end_with(last)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-import anyio
 from starlette.types import Receive
 
 from headrace.errors import RequestAborted
@@ -16,20 +15,32 @@ async def until_disconnected(receive: Receive, work: Callable[[], Awaitable[None
 
     `receive` must have given the whole body already: what comes next is the disconnect.
     """
-    with anyio.CancelScope() as scope:
-        watch = asyncio.get_running_loop().create_task(_watch(receive, scope))
-        try:
-            await work()
-            return
-        finally:
-            watch.cancel()
-    raise RequestAborted("the client closed the connection")
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    is_running, has_left = True, False
+
+    def leave(watch: asyncio.Task[None]) -> None:
+        nonlocal has_left
+        if is_running and not watch.cancelled():
+            has_left = True
+            task.cancel()
+
+    watch = loop.create_task(_watch(receive))
+    watch.add_done_callback(leave)
+    try:
+        await work()
+    except asyncio.CancelledError:
+        if has_left and task.uncancel() == 0:
+            raise RequestAborted("the client closed the connection") from None
+        raise
+    finally:
+        is_running = False
+        watch.cancel()
 
 
-async def _watch(receive: Receive, scope: anyio.CancelScope) -> None:
+async def _watch(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-    scope.cancel()
 
 
 def first_error(errors: BaseExceptionGroup) -> BaseException:
