@@ -63,7 +63,7 @@ class TestPrefixHash:
         assert self.choose(a=(700, 608), b=(200, 0), c=(200, 0), d=(10, 0)) == "d"
 
     def test_under_the_bound_the_warm_one_has_a_right_to_its_prefix(self) -> None:
-        busy = {"b": (1000, 0), "c": (1000, 0), "d": (200, 0)}
+        busy: dict[str, Any] = {"b": (1000, 0), "c": (1000, 0), "d": (200, 0)}
         assert self.choose(a=(900, 320), **busy) == "a"
 
     def test_a_spilled_prefix_finds_the_same_second_home(self) -> None:
@@ -82,7 +82,8 @@ class TestPrefixHash:
         loads = dict.fromkeys(ALL, 0)
         seen: set[str] = set()
         for _ in range(400):
-            offered = views(**{each: (loads[each], 608 * (each in seen)) for each in ALL})
+            now: dict[str, Any] = {each: (loads[each], 608 * (each in seen)) for each in ALL}
+            offered = views(**now)
             chosen = policy.choose(request(), offered, 0.0)
             loads[chosen] += 32 if chosen in seen else 640
             seen.add(chosen)
