@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import cast
+
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from headrace.backends.batches import SequenceStep, forward_batch
 from headrace.backends.simulated.backend import SimulatedBackend
 from headrace.backends.simulated.runner import SimulatedDevice, SimulatedRunner
 from headrace.clock import SystemClock
-from headrace.interfaces import Backend, Clock, Runner
+from headrace.interfaces import Backend, Clock, RepeatingRunner, Runner
 from headrace.step_time import StepTimeFormula
 from headrace.testing.clock import FakeClock
 from headrace.types import EngineSettings, ForwardBatch, KVGroupSpec, StepResult
@@ -84,3 +88,81 @@ def test_a_clock_never_goes_back() -> None:
     assert clock.now() == 7
     with pytest.raises(ValueError, match="never goes back"):
         clock.set(6)
+
+
+def decodes(token_ids: list[int], position: int, sources: list[int] | None = None) -> ForwardBatch:
+    """Return a step of two decodes at a position; `sources` name rows of the step before."""
+    sequences = [
+        SequenceStep([token_id], position, [2 * row, 2 * row + 1], [0])
+        for row, token_id in enumerate(token_ids)
+    ]
+    batch = forward_batch(sequences, block_size=16, num_groups=1)
+    positions = np.full(len(token_ids), position + 1, np.int64)
+    batch = replace(batch, sampling=replace(batch.sampling, positions=positions))
+    if sources is None:
+        return batch
+    return replace(batch, token_sources=np.array(sources, np.int32))
+
+
+def test_a_step_launched_ahead_begins_when_the_one_before_is_done() -> None:
+    clock = FakeClock(10.0)
+    runner = make_runner(clock, StepTimeFormula(1.0))
+    first, second = runner.execute(decodes([5, 6], 3)), runner.execute(decodes([7, 8], 4))
+    for handle in (first, second):
+        handle.sample()
+    assert clock.now() == 10.0
+    first.result()
+    assert clock.now() == 11.0
+    clock.advance(0.25)  # the host does something else
+    second.result()
+    assert clock.now() == 12.0
+
+
+def test_a_named_row_is_what_the_step_before_drew() -> None:
+    class Echoing(SimulatedRunner):
+        def contexts(self, batch: ForwardBatch) -> NDArray[np.uint64]:
+            return batch.token_ids[batch.sample_rows].astype(np.uint64)
+
+    def make() -> SimulatedRunner:
+        return Echoing(
+            groups=GROUPS,
+            vocab_size=1000,
+            settings=SETTINGS,
+            clock=FakeClock(),
+            device=SimulatedDevice(StepTimeFormula(0.5)),
+        )
+
+    ahead, waiting = make(), make()
+    first = waiting.execute(decodes([5, 6], 3))
+    first.sample()
+    drawn = first.result().token_ids.tolist()
+    assert drawn[0] != drawn[1]
+    expected = waiting.execute(decodes([drawn[1], drawn[0]], 4))
+    ahead.execute(decodes([5, 6], 3))
+    named = ahead.execute(decodes([0, 0], 4, sources=[1, 0]))
+    for handle in (expected, named):
+        handle.sample()
+    assert named.result().token_ids.tolist() == expected.result().token_ids.tolist()
+
+
+def test_repeated_steps_are_those_one_by_one() -> None:
+    formula = StepTimeFormula(0.01, 0.1, 0.002, 1e-4)
+    single, repeated = FakeClock(1.0), FakeClock(1.0)
+    runner = make_runner(single, formula)
+    tokens, times = [], []
+    for step in range(6):
+        handle = runner.execute(decodes([1, 2], 20 + step))
+        handle.sample()
+        tokens.append(handle.result().token_ids.tolist())
+        times.append(single.now())
+    other = cast(RepeatingRunner, make_runner(repeated, formula))
+    assert other.can_repeat
+    run = other.repeat(decodes([1, 2], 20), 6, float("inf"))
+    assert (run.token_ids.tolist(), run.times) == (tokens, times)
+    early = cast(RepeatingRunner, make_runner(FakeClock(1.0), formula))
+    assert early.repeat(decodes([1, 2], 20), 6, times[2]).times == times[:3]
+    assert len(early.repeat(decodes([1, 2], 23), 6, 0.0).times) == 1
+
+
+def test_real_time_is_not_run_through() -> None:
+    assert not cast(RepeatingRunner, make_runner(SystemClock())).can_repeat

@@ -8,11 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.engine.loop import EngineLoop
 from headrace.engine.sequence import Status
 from headrace.errors import EngineFailed
 from headrace.policies.scheduling.priority import PriorityFirst
+from headrace.testing.driving import plain_request
 from headrace.testing.engine_driver import EngineDriver, make_engine_driver, random_prompt
-from headrace.types import TokenEvent
+from headrace.types import Abort, StepEvents, Stop, Submit, TokenEvent
 
 POOL: dict[str, Any] = {"num_blocks": 14, "block_size": 4, "max_model_len": 56}
 
@@ -283,3 +285,25 @@ def test_a_device_that_fails_again_and_again_is_lost() -> None:
     driver.submit(random_prompt(5), max_tokens=2)
     with pytest.raises(EngineFailed, match="3 steps in a row"):
         driver.step()
+
+
+def test_the_loop_comes_to_rest_with_nothing_in_flight() -> None:
+    """S11: a request that leaves with a step in flight gives its blocks back."""
+    driver = make_engine_driver(runs_ahead=True)
+    frames: list[Any] = []
+
+    def emit(frame: Any) -> None:
+        frames.append(frame)
+        if len(frames) == 8:
+            loop.post(Abort("leaves"))
+
+    loop = EngineLoop(driver.engine, emit, on_rest=lambda: loop.post(Stop()))
+    loop.post(Submit(plain_request("stays", max_tokens=9)))
+    loop.post(Submit(plain_request("leaves", token=2, max_tokens=400)))
+    loop.run()
+    reports = [frame for frame in frames if isinstance(frame, StepEvents)]
+    stats = reports[-1].stats
+    assert (stats.num_running, stats.num_free_blocks) == (0, stats.num_blocks)
+    ends = [event.request_id for report in reports for event in report.events if event.usage]
+    assert ends == ["stays"]
+    driver.assert_empty()
