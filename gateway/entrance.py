@@ -68,12 +68,7 @@ def routing_request(
 ) -> RoutingRequest:
     """Return what routing may know of one prompt."""
     sampling = request.sampling
-    expected = state.admission.expected_output.predict(
-        request.model,
-        request.tenant,
-        sampling.max_tokens or 0,
-        unknown=_UNKNOWN_OUTPUT_TOKENS,
-    )
+    expected = expected_load(state, request.model, request.tenant, sampling.max_tokens or 0)
     return RoutingRequest(
         model=request.model,
         tenant=request.tenant,
@@ -82,6 +77,13 @@ def routing_request(
         num_prompt_tokens=len(request.prompt_token_ids),
         prefix_hashes=request.prefix_hashes,
         expected_output_tokens=expected * sampling.n,
+    )
+
+
+def expected_load(state: GatewayState, model: str, tenant: str, max_tokens: int) -> int:
+    """Return the output tokens that routing counts for one choice."""
+    return state.admission.expected_output.predict(
+        model, tenant, max_tokens, unknown=_UNKNOWN_OUTPUT_TOKENS
     )
 
 

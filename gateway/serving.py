@@ -15,7 +15,13 @@ from headrace.gateway.answer import Answer
 from headrace.gateway.call import Call, Caller
 from headrace.gateway.delivery import Outlet, StreamDelivery, WholeDelivery, deliver
 from headrace.gateway.dispatch import run_requests
-from headrace.gateway.entrance import Placement, admit_call, parsed_view, pass_gate
+from headrace.gateway.entrance import (
+    Placement,
+    admit_call,
+    expected_load,
+    parsed_view,
+    pass_gate,
+)
 from headrace.gateway.errors import JSONBytes
 from headrace.gateway.failover import with_failover
 from headrace.gateway.relay import Relay
@@ -26,6 +32,8 @@ from headrace.gateway.state import GatewayState
 from headrace.gateway.text_prefix import canonical_prompt, estimated_tokens, text_prefix_hashes
 from headrace.types import RoutingRequest, TicketView
 
+_UNBOUNDED_TOKENS = 1 << 20
+"""Where a caller sets no bound and only the other server knows one."""
 _INLINE_BYTES = 8 << 10
 """Shorter bodies are hashed at once: a thread would cost more."""
 
@@ -140,6 +148,8 @@ class Serving:
                 hashes, num_tokens = await self.state.texts.run(
                     lambda: _hashed(raw, group.name, salt), num_bytes=len(raw)
                 )
+        most = relayed.max_output_tokens // relayed.num_choices or _UNBOUNDED_TOKENS
+        expected = expected_load(self.state, group.name, identity.tenant, most)
         return RoutingRequest(
             model=group.name,
             tenant=identity.tenant,
@@ -147,7 +157,7 @@ class Serving:
             priority=identity.priority_of(fields.priority),
             num_prompt_tokens=num_tokens,
             prefix_hashes=hashes,
-            expected_output_tokens=relayed.max_output_tokens,
+            expected_output_tokens=relayed.num_choices * expected,
         )
 
 
