@@ -30,7 +30,6 @@ from headrace.types import (
     FromEngine,
     GenerationRequest,
     ModelCard,
-    Pong,
     Progress,
     Ready,
     StartEngine,
@@ -78,11 +77,6 @@ class EngineClient(Protocol):
     @property
     def restarts_total(self) -> int:
         """How often the engine died and was started again."""
-        ...
-
-    @property
-    def policies(self) -> PolicyControl | None:
-        """What is in force, and how to swap it; None: this engine's policies are its own affair."""
         ...
 
     async def start(self) -> None:
@@ -291,8 +285,7 @@ class ProcessEngine(StreamingClient):
         if isinstance(frame, Ready):
             self._ready_since = asyncio.get_running_loop().time()
         self._heartbeat.heard(frame)
-        if not isinstance(frame, Pong):
-            super()._receive(frame)
+        super()._receive(frame)
 
     async def _supervise(self) -> None:
         failed_starts = 0

@@ -33,6 +33,7 @@ from headrace.types import (
     ModelCard,
     PolicyPrepared,
     PolicyReport,
+    Pong,
     Progress,
     Ready,
     Refused,
@@ -275,7 +276,7 @@ class StreamingClient:
             self._failure = frame.message
         elif isinstance(frame, PolicyPrepared | PolicyReport):
             self.policies.receive(frame)
-        else:
+        elif not isinstance(frame, Pong):
             self._streams.receive(frame)
 
     def _set_state(self, state: ClientState) -> None:

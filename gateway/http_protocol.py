@@ -67,7 +67,7 @@ class HttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(CorkedTransport(transport, self.loop))
         if self._max_connections is not None and len(self.connections) > self._max_connections:
-            self.app = Surplus(self.app, self._max_connections)  # type: ignore[arg-type,assignment]
+            self.app = Surplus(self.app, self._max_connections)
         self._start_receiving()
 
     def data_received(self, data: bytes) -> None:

@@ -184,14 +184,14 @@ def none_ready(group: ModelGroup, now: float) -> Unavailable:
     """Return the refusal that says how far the replica is that comes next."""
     starting = [replica.client for replica in group.replicas if replica.client.state == "starting"]
     if not starting:
-        states = sorted({replica.state for replica in group.replicas}) or ["no replica"]
+        states: list[str] = sorted({replica.state for replica in group.replicas})
         resting = [
             replica.breaker.seconds_to_trial(now)
             for replica in group.replicas
             if not replica.breaker.is_closed
         ]
         return Unavailable(
-            f"the model '{group.name}' cannot be served: its replicas are {' or '.join(states)}",
+            f"the model '{group.name}' cannot be served: its replicas are {' or '.join(states or ['none'])}",
             retry_after_seconds=min(resting, default=_RETRY_AFTER_FAILED_SECONDS),
         )
     stage = max((client.progress for client in starting), key=lambda progress: progress.fraction)

@@ -170,7 +170,7 @@ def test_dead_replicas_are_left_alone_and_come_back() -> None:
             await until(
                 lambda: first.can_serve(gateway.state.clock.now())
             )  # a probe ended the rest
-            while first.state != "ready":
+            while not first.is_ready:
                 assert (await ask(gateway)).status == 200
 
     run(main)
@@ -236,7 +236,7 @@ def test_an_error_event_of_theirs_is_the_only_one() -> None:
     ],
     ids=["no head", "no body", "a pause"],
 )
-def test_silence_is_bounded(keys: dict[str, float], answer: Any) -> None:
+def test_silence_is_bounded(keys: dict[str, Any], answer: Any) -> None:
     async def main() -> None:
         async with relaying(FakeUpstream(answer), **keys) as gateway:
             got = await ask(gateway, STREAMED)
