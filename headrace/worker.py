@@ -26,6 +26,7 @@ from headrace.engine.ipc import FrameSocket
 from headrace.engine.loop import EngineLoop, SteppedEngine
 from headrace.engine.outbox import Outbox
 from headrace.errors import EngineFailed, HeadraceError
+from headrace.heap import return_free_memory
 from headrace.logs import configure_logging, get_logger
 from headrace.types import Failed, Ping, Pong, Progress, StartEngine, Stop
 
@@ -174,18 +175,6 @@ def die_with_parent() -> None:
     """Ask the kernel, on Linux, to kill this process when the thread that spawned it ends."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-
-def return_free_memory() -> None:
-    """Collect garbage, and give the pages that malloc keeps back to the system, where it can (glibc).
-
-    Arrays of ever other sizes leave holes between what lives; without this the heap of a busy day
-    stays as large as its fullest moment.
-    """
-    gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def main(arguments: Sequence[str] | None = None, *, build: Build | None = None) -> int:

@@ -24,6 +24,7 @@ CORE = (
     "headrace.cache",
     "headrace.clock",
     "headrace.group",
+    "headrace.heap",
     "headrace.plugins.hookspecs",
     "headrace",  # the package itself: public names, resolved on first use
 )

@@ -6,13 +6,20 @@ with it gets none; a rendered chat is taken as it is, because its template write
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+import msgspec
 import tokenizers
 
 from headrace.errors import InvalidRequest, ModelError
 from headrace.text.token_bytes import byte_rule
+
+
+class _TokenizerFile(msgspec.Struct):
+    """What is read of a tokenizer.json here; its vocabulary would cost many times its size."""
+
+    decoder: Any = None
 
 
 class Tokenizer:
@@ -23,7 +30,7 @@ class Tokenizer:
     ) -> None:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
-            decoder = json.loads(tokenizer_json).get("decoder")
+            decoder = msgspec.json.decode(tokenizer_json, type=_TokenizerFile).decoder
         except Exception as error:  # the tokenizers package raises bare Exception
             raise ModelError(f"tokenizer.json cannot be read: {error}") from error
         self._tokenizer.no_truncation()
