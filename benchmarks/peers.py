@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -266,6 +267,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     options = parse()
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # so that the peer that is up is ended too
     rows = [row for row in ROWS if not options.rows or row.name in options.rows.split(",")]
     bench = Bench(options, frozenset(row.name for row in rows))
     start = time.perf_counter()
