@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import anyio
 
@@ -15,8 +15,10 @@ from headrace.gateway.readiness import require_card
 from headrace.gateway.replica import Replica
 from headrace.gateway.state import GatewayState
 from headrace.gateway.tasks import first_error
-from headrace.gateway.upstream import Upstream
 from headrace.types import TokenEvent
+
+if TYPE_CHECKING:
+    from headrace.engine.client import EngineClient
 
 
 class Sink(Protocol):
@@ -57,8 +59,9 @@ async def run_requests(state: GatewayState, placements: Sequence[Placement], sin
 
     async def run_one(index: int, placement: Placement) -> None:
         async def on(replica: Replica, hold: Hold) -> None:
-            assert not isinstance(replica.client, Upstream)
-            async with replica.client.stream(placement.request, is_whole=sink.is_whole) as events:
+            assert replica.upstream is None
+            client = cast("EngineClient", replica.client)
+            async with client.stream(placement.request, is_whole=sink.is_whole) as events:
                 if index in pending:
                     pending.discard(index)
                     if not pending:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.types import Scope
@@ -22,7 +22,10 @@ from headrace.gateway.relay_body import RelayedBody
 from headrace.gateway.relay_events import RelayedEvents, RelayedUsage, error_of, renamed
 from headrace.gateway.replica import Replica
 from headrace.gateway.trace_context import trace_of
-from headrace.gateway.upstream import Exchange, Upstream, UpstreamFailed
+from headrace.gateway.upstream_errors import UpstreamFailed
+
+if TYPE_CHECKING:
+    from headrace.gateway.upstream import Exchange, Upstream
 
 MAX_ANSWER_BYTES = 64 << 20
 _MAX_ERROR_BYTES = 1 << 20

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from headrace.errors import ErrorInfo
-from headrace.gateway.upstream import UpstreamFailed
+from headrace.gateway.upstream_errors import UpstreamFailed
 
 MAX_EVENT_BYTES = 8 << 20
 _ENDS = (b"\n\n", b"\r\n\r\n")

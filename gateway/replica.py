@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, cast
 
 from headrace.config import ReplicaEntry
 from headrace.engine.client import ClientState, EngineClient
 from headrace.gateway.breaker import CircuitBreaker
-from headrace.gateway.upstream import Upstream
 from headrace.types import EngineStats, ModelCard, Progress
+
+if TYPE_CHECKING:
+    from headrace.gateway.upstream import Upstream
 
 ReplicaState = Literal["starting", "ready", "draining", "failed", "stopped"]
 
@@ -88,7 +90,7 @@ class Replica:
     @property
     def upstream(self) -> Upstream | None:
         """The other server, where it is one."""
-        return self.client if isinstance(self.client, Upstream) else None
+        return cast("Upstream", self.client) if self.entry.kind == "http" else None
 
     @property
     def failure(self) -> str | None:

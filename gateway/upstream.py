@@ -18,8 +18,8 @@ from httpx_aiohttp import AiohttpTransport
 
 from headrace.config import ReplicaEntry
 from headrace.engine.client import ClientState
-from headrace.errors import RequestError
 from headrace.gateway.breaker import CircuitBreaker
+from headrace.gateway.upstream_errors import UpstreamFailed, UpstreamTimeout
 from headrace.interfaces import Clock
 from headrace.types import EngineStats, ModelCard, Progress
 
@@ -30,20 +30,6 @@ _PROBES_SKIPPED = 5
 """One of so many is sent while all is well."""
 _MAX_FAILED_PROBES = 3
 _PROBE_ANSWER_BYTES = 1 << 20
-
-
-class UpstreamFailed(RequestError):
-    """The other server could not be reached, or broke off."""
-
-    code = "upstream_failed"
-    http_status = 502
-
-
-class UpstreamTimeout(UpstreamFailed):
-    """The other server kept silent for too long."""
-
-    code = "upstream_timeout"
-    http_status = 504
 
 
 class _Listed(msgspec.Struct):

@@ -20,7 +20,6 @@ from headrace.gateway.policy_watch import WatchedScript
 from headrace.gateway.redis_store import RedisLimitStore, RedisSettings
 from headrace.gateway.replica import Replica
 from headrace.gateway.router import ModelGroup, Router
-from headrace.gateway.upstream import Upstream
 from headrace.plugins.registry import Registries
 from headrace.plugins.script import is_script, script_path
 from headrace.policies.admission.unlimited import Unlimited
@@ -33,6 +32,8 @@ def make_replica(config: Config, model_index: int, entry: ReplicaEntry, name: st
     """Return a replica that is not started. ConfigError where the key it needs is not there."""
     model = config.models[model_index].name
     if entry.kind == "http":
+        from headrace.gateway.upstream import Upstream  # an HTTP client costs 12 MB
+
         breaker = CircuitBreaker()
         key = api_key_of(entry, os.environ)
         client = Upstream(name, model, entry, breaker, clock=SystemClock(), api_key=key)

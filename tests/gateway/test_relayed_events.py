@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from headrace.errors import InvalidRequest
 from headrace.gateway.relay_body import read_relayed
 from headrace.gateway.relay_events import RelayedEvents, renamed
-from headrace.gateway.upstream import UpstreamFailed
+from headrace.gateway.upstream_errors import UpstreamFailed
 from headrace.testing.fake_upstream import DONE, USAGE, delta, event
 
 STREAM = [delta("Hel"), delta("lo \U0001fae0"), delta("", finish_reason="stop"), USAGE, DONE]
