@@ -58,6 +58,8 @@ class GatewayMetrics:
         self._inter_token = self._histogram(
             "inter_token", "Between two pieces of news of one choice", _TOKEN_BUCKETS
         )
+        self._inter_token_of: dict[str, Histogram] = {}
+        """By model: looking a label up costs as much as counting, and this one counts every token."""
         self._queue = self._histogram("queue", "Waiting in the engine before the first step")
         self._prefill = self._histogram("prefill", "First step to first token")
         self._decode = self._histogram("decode", "First token to last")
@@ -76,7 +78,10 @@ class GatewayMetrics:
 
     def inter_token(self, model: str, seconds: float) -> None:
         """Seconds between two pieces of news of the same choice."""
-        self._inter_token.labels(model).observe(seconds)
+        child = self._inter_token_of.get(model)
+        if child is None:
+            child = self._inter_token_of[model] = self._inter_token.labels(model)
+        child.observe(seconds)
 
     def request_finished(self, summary: RequestSummary, timings: Sequence[RequestTimings]) -> None:
         """Take the facts of a request that ended; those refused before they started have no model."""

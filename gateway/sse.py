@@ -6,6 +6,7 @@ meanwhile, and after the stall timeout the client is cut off.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterable
 
@@ -30,7 +31,7 @@ class SseWriter:
         self._send = send
         self._keepalive_interval = keepalive_interval
         self._stall_timeout = stall_timeout
-        self._lock = anyio.Lock(fast_acquire=True)
+        self._lock = asyncio.Lock()
         self._last_write = 0.0
         self._writing_since: float | None = None
         self.started = False

@@ -129,19 +129,23 @@ def _plain(end: TokenEvent) -> tuple[Any, ...]:
     return end.request_id, end.index, end.finish_reason, end.usage, end.timings
 
 
+def run_times(driver: EngineDriver) -> list[float]:
+    return list(driver.engine.run_times)
+
+
 def test_one_call_runs_to_the_next_end_and_to_the_next_arrival() -> None:
     driver = make_simulation()
     short = driver.submit(random_prompt(20), max_tokens=30)
     long = driver.submit(random_prompt(20, 1), max_tokens=80)
     driver.engine.step(float("inf"))  # the prompts
-    assert len(driver.engine.run_times) == 0
+    assert run_times(driver) == []
     events = {event.request_id: event for event in driver.engine.step(float("inf"))}
-    assert len(driver.engine.run_times) == 29
+    assert len(run_times(driver)) == 29
     assert (len(events[short].token_ids), len(events[long].token_ids)) == (29, 29)
     assert events[short].finish_reason == "length"
     arrival = driver.clock.now() + 0.01
     driver.engine.step(arrival)
-    times = driver.engine.run_times
+    times = run_times(driver)
     assert all(time < arrival for time in times[:-1])
     assert times[-1] >= arrival
     assert driver.engine.stats().steps_total == 1 + 29 + len(times)
