@@ -12,6 +12,7 @@ from headrace.cli.keys import keys
 from headrace.cli.plugins import plugins
 from headrace.cli.policies import policies
 from headrace.cli.pull import pull
+from headrace.cli.replicas import replicas
 from headrace.cli.serve import serve
 
 app = typer.Typer(
@@ -29,6 +30,7 @@ app.command()(pull)
 app.command("check-config")(check_config)
 app.command()(plugins)
 app.add_typer(policies)
+app.add_typer(replicas)
 app.add_typer(keys)
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
+import subprocess
+import sys
 
 import httpx
 
@@ -42,3 +45,28 @@ def test_http_upstream(tmp_path: pathlib.Path) -> None:
                 answer = httpx.post(f"{front.url}/v1/chat/completions", json=ASK, timeout=60)
                 assert answer.status_code == 200 and answer.json()["model"] == "assistant"
                 assert answer.json()["usage"]["completion_tokens"] == 3
+
+
+def test_replicas_from_a_shell(tmp_path: pathlib.Path) -> None:
+    environment = {"HEADRACE_ADMIN_KEY": "let-me-in"}
+    flags = [*simulated(tmp_path), "--set", "models.0.name=m"]
+    flags += ["--set", "gateway.admin.key_env=HEADRACE_ADMIN_KEY"]
+    with started_server(flags, environment=environment) as server:
+
+        def headrace(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
+            command = [sys.executable, "-m", "headrace", "replicas", *words, "--url", server.url]
+            env = {**os.environ, **environment, **more}
+            return subprocess.run(command, capture_output=True, text=True, env=env, timeout=60)
+
+        added = headrace("add", "m", "--set", "kind=http", "--set", f"url={server.url}")
+        assert added.stdout == "m-1\n", added.stderr
+        assert headrace("drain", "m-1").stdout == "m-1: draining\n"
+        listed = headrace("list").stdout.splitlines()
+        assert [line.split()[:3] for line in listed[1:]] == [
+            ["m-0", "process", "ready"],
+            ["m-1", "http", "draining"],
+        ]
+        unknown = headrace("remove", "m-7")
+        assert unknown.returncode == 1 and "Known: m-0, m-1" in unknown.stderr
+        refused = headrace("list", HEADRACE_ADMIN_KEY="wrong")
+        assert refused.returncode == 1 and "admin key" in refused.stderr
