@@ -31,7 +31,7 @@ from headrace.interfaces import (
 from headrace.plugins.manager import create_plugin_manager
 from headrace.plugins.options import build_options
 from headrace.plugins.registry import Registries, Registry
-from headrace.policy_guard import EvictionGuard, GuardLimits, PolicyGuard, SchedulingGuard
+from headrace.policy_guard import EvictionGuard, GuardLimits, SchedulingGuard
 from headrace.types import EngineSettings, ModelCard, PolicyChoice
 from headrace.types.units import format_size
 
@@ -78,7 +78,8 @@ def build_engine(
     registries = Registries.from_manager(manager)
     base_dir = pathlib.Path(config.base_dir)
     policies = config.model.policies
-    guards, limits = create_guards(registries, policies, base_dir)
+    limits = GuardLimits()
+    scheduling, eviction = create_guards(registries, policies, base_dir, limits)
     quantization = create(registries, "quantization", policies.quantization, base_dir)
     backend = open_backend(registries, config.model.backend, base_dir, clock)
     model = open_model_source(config, registries, report)
@@ -100,13 +101,13 @@ def build_engine(
         ),
         settings=settings,
         num_blocks=num_blocks,
-        policy=guards["scheduling"],
-        eviction=guards["eviction"],
+        policy=scheduling,
+        eviction=eviction,
         clock=clock,
     )
     card = make_card(config, model, settings, runner, num_blocks)
     switch = PolicySwitch(
-        guards,
+        {"scheduling": scheduling, "eviction": eviction},
         lambda kind, choice: registries.create(kind, choice.use, choice.options, base_dir),
         limits.watchdog,
     )
@@ -114,29 +115,23 @@ def build_engine(
 
 
 def create_guards(
-    registries: Registries, policies: PoliciesConfig, base_dir: pathlib.Path
-) -> tuple[dict[str, PolicyGuard[Any]], GuardLimits]:
-    """Return the engine's policies of every kind that can be swapped, guarded by one watchdog."""
+    registries: Registries, policies: PoliciesConfig, base_dir: pathlib.Path, limits: GuardLimits
+) -> tuple[SchedulingGuard, EvictionGuard]:
+    """Return the engine's policies of every kind that can be swapped, guarded."""
     from headrace.policies.eviction.lru import LeastRecentlyUsed
     from headrace.policies.scheduling.fcfs import FirstComeFirstServed
 
-    limits = GuardLimits()
-    guards: dict[str, PolicyGuard[Any]] = {
-        "scheduling": SchedulingGuard(
-            create(registries, "scheduling", policies.scheduling, base_dir),
-            FirstComeFirstServed(),
-            limits,
-        ),
-        "eviction": EvictionGuard(
-            create(registries, "eviction", policies.eviction, base_dir),
-            LeastRecentlyUsed(),
-            limits,
-        ),
-    }
-    for kind, guard in guards.items():
-        choice: Choice = getattr(policies, kind)
-        guard.choice = PolicyChoice(choice.use, choice.options)
-    return guards, limits
+    scheduling = SchedulingGuard(
+        create(registries, "scheduling", policies.scheduling, base_dir),
+        FirstComeFirstServed(),
+        limits,
+    )
+    scheduling.choice = PolicyChoice(policies.scheduling.use, policies.scheduling.options)
+    eviction = EvictionGuard(
+        create(registries, "eviction", policies.eviction, base_dir), LeastRecentlyUsed(), limits
+    )
+    eviction.choice = PolicyChoice(policies.eviction.use, policies.eviction.options)
+    return scheduling, eviction
 
 
 def create(registries: Registries, kind: str, choice: Choice, base_dir: pathlib.Path) -> Any:

@@ -127,7 +127,7 @@ def test_pins_hold_for_their_time_and_quotas_come_before_them() -> None:
     options = PriorityAndTime.Options(
         pinned_priority=-1, ttl=10.0, quotas={"greedy": 0.2}, recheck=1.0
     )
-    facts = {
+    facts: dict[bytes, dict[str, Any]] = {
         b"pinned": {"priority": -1},
         b"urgent": {"priority": 0},
         b"later": {"priority": 3},
