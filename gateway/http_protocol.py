@@ -98,7 +98,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._refuse(431, "too_many_headers", message)
             raise ValueError(message)  # ends the parsing
         super().on_headers_complete()
-        self.scope[HANG_UP] = functools.partial(self._hang_up, self.cycle)  # type: ignore[typeddict-unknown-key]
+        self.scope[HANG_UP] = functools.partial(self._hang_up, self.cycle)  # type: ignore[literal-required]
         self._start_receiving()
 
     def on_body(self, body: bytes) -> None:
