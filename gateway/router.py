@@ -7,7 +7,7 @@ chooses takes a hold on the ledger before anything else runs, so that the next c
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from headrace.errors import InvalidRequest, ModelNotFound, Unavailable, did_you_mean, shown
 from headrace.gateway.ledger import Hold, Ledger, load_of
@@ -29,16 +29,15 @@ class ModelGroup:
 
     name: str
     replicas: tuple[Replica, ...]
+    has_upstream: bool = field(init=False)
+    """Whether another server serves it too."""
+    is_remote: bool = field(init=False)
+    """Whether only other servers serve it: nothing here has its tokenizer."""
 
-    @property
-    def is_remote(self) -> bool:
-        """Whether only other servers serve it: nothing here has its tokenizer."""
-        return bool(self.replicas) and all(replica.upstream for replica in self.replicas)
-
-    @property
-    def has_upstream(self) -> bool:
-        """Whether another server serves it too."""
-        return any(replica.upstream for replica in self.replicas)
+    def __post_init__(self) -> None:
+        kinds = {replica.upstream is not None for replica in self.replicas}
+        object.__setattr__(self, "has_upstream", True in kinds)
+        object.__setattr__(self, "is_remote", kinds == {True})
 
 
 class Router:
@@ -48,6 +47,8 @@ class Router:
         self, groups: Sequence[ModelGroup], *, policy: RoutingPolicy, fallback: RoutingPolicy
     ) -> None:
         self._groups = {group.name: group for group in groups}
+        self.has_upstream = any(group.has_upstream for group in groups)
+        """Whether other servers serve any model."""
         self._guard = RoutingGuard(policy, fallback)
         self.ledger = Ledger()
         self.prefixes = PrefixIndex()
@@ -60,11 +61,6 @@ class Router:
     def replicas(self) -> list[Replica]:
         """Return every replica of every model."""
         return [replica for group in self._groups.values() for replica in group.replicas]
-
-    @property
-    def has_upstream(self) -> bool:
-        """Whether other servers serve any model."""
-        return any(group.has_upstream for group in self._groups.values())
 
     @property
     def guard(self) -> RoutingGuard:
@@ -102,6 +98,7 @@ class Router:
         """Change who serves a model, from the next choice on. What is known of those gone is dropped."""
         before = self._groups[model].replicas
         self._groups[model] = ModelGroup(model, tuple(replicas))
+        self.has_upstream = any(group.has_upstream for group in self._groups.values())
         for replica in before:
             if replica not in replicas:
                 self.prefixes.forget(replica.id)
