@@ -32,10 +32,6 @@ class RequestMetrics(Protocol):
         """Read the parts of the gateway whenever the page is rendered. Called once."""
         ...
 
-    def watch(self, state: GatewayState) -> None:
-        """Read the parts of the gateway whenever the page is rendered. Called once."""
-        ...
-
     def request_started(self, model: str, endpoint: str) -> None:
         """A request for a known model passed validation and goes to a replica."""
         ...
@@ -89,9 +85,6 @@ class GatewayState:
     """None where no spans are recorded."""
     wall_clock: Callable[[], float] = time.time
     """Unix seconds, for `created` fields only."""
-
-    def __post_init__(self) -> None:
-        self.metrics.watch(self)
 
     def __post_init__(self) -> None:
         self.metrics.watch(self)
