@@ -148,6 +148,7 @@ def test_saving_a_script_swaps_it_in_and_a_broken_one_changes_nothing(
     with config.open("a") as out:
         out.write("    policies: {scheduling: ./last_first.py:LastFirst}\n")
     with started_server(["-c", str(config), "--watch"], environment=ADMIN) as server:
+        wait_for(server, ["last_first", "last_first"])
         policy.write_text("class LastFirst:\n    pass\n")
         while not any("policy_not_reloaded" in line for line in server.output):
             time.sleep(0.05)
