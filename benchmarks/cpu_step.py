@@ -1,6 +1,7 @@
 """Time one step of a model on the CPU backend, no engine around it: decodes at 1, 4, 16, 64 rows and prefill.
 
 python benchmarks/cpu_step.py MODEL [--path both] [--busy 1] [--threads 2] [--profile ROWS]
+python benchmarks/cpu_step.py MODEL --path fast --contexts 100 4000 [--kv-dtype int8]
 
 Both paths are timed in turn, case by case, so that what else the machine does touches them alike.
 """
@@ -19,6 +20,8 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
+from roofline import read_bandwidth
+
 from headrace.backends.batches import SequenceStep, forward_batch, sampling_batch
 from headrace.backends.cpu.backend import CpuBackend
 from headrace.clock import SystemClock
@@ -30,6 +33,7 @@ from headrace.plugins.registry import Registries
 from headrace.types import EngineSettings, ForwardBatch
 
 BLOCK_SIZE = 16
+NUM_BLOCKS = 64 * 14 + 1
 CONTEXT = 200
 
 
@@ -98,7 +102,7 @@ def make_runner(path: str, model: LoadedModel, settings: EngineSettings) -> Runn
         runner = OpsRunner(CpuOps(settings), model, SingleRank(), settings, schemes=CpuOps.schemes)
     loaded = time.perf_counter() - start
     grown, held = anonymous_mb() - before, runner.memory().weight_bytes / 2**20
-    runner.allocate(64 * 14 + 1)
+    runner.allocate(NUM_BLOCKS)
     start = time.perf_counter()
     runner.warm_up(lambda fraction: None)
     warm = time.perf_counter() - start
@@ -106,7 +110,16 @@ def make_runner(path: str, model: LoadedModel, settings: EngineSettings) -> Runn
         f"{path}: load {loaded:.2f} s, anonymous memory +{grown:.0f} MB, weights {held:.0f} MB, "
         f"warm up {warm:.2f} s"
     )
+    fill(runner)
     return runner
+
+
+def fill(runner: Runner) -> None:
+    """Write every block: pages of a pool that were never written all read one page of zeros."""
+    size = min(512, NUM_BLOCKS * BLOCK_SIZE)
+    run(runner, [prefill(size, 0)])
+    written = size // BLOCK_SIZE
+    runner.copy_blocks([(block % written, block) for block in range(written, NUM_BLOCKS)])
 
 
 def cases() -> Iterator[tuple[str, list[ForwardBatch], int]]:
@@ -139,6 +152,8 @@ def main() -> None:
     parser.add_argument("--path", choices=("fast", "reference", "both"), default="both")
     parser.add_argument("--busy", type=int, default=0, help="neighbours that keep a core busy")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--kv-dtype", default="", help="as --dtype unless given")
+    parser.add_argument("--contexts", type=int, nargs=2, help="compare a decode at two contexts")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--activations", choices=("precise", "int8"), default="precise")
@@ -146,19 +161,22 @@ def main() -> None:
     arguments = parser.parse_args()
     settings = EngineSettings(
         dtype=arguments.dtype,
-        kv_dtype=arguments.dtype,
+        kv_dtype=arguments.kv_dtype or arguments.dtype,
         num_threads=arguments.threads,
         deterministic=arguments.deterministic,
         activations=arguments.activations,
-        max_model_len=2048,
+        max_model_len=8192,
     )
     CpuBackend.open(0, None, SystemClock())  # sets how long torch's threads spin
     model = load(arguments.model)
     paths = ("reference", "fast") if arguments.path == "both" else (arguments.path,)
     runners = {path: make_runner(path, model, settings) for path in paths}
-    if arguments.profile:
-        for runner in runners.values():
+    for runner in runners.values():
+        if arguments.contexts:
+            growth(runner, arguments.contexts, arguments.threads)
+        elif arguments.profile:
             profile(runner, decode(arguments.profile, 0.0))
+    if arguments.contexts or arguments.profile:
         return
     with neighbours(arguments.busy):
         for name, batches, count in cases():
@@ -171,6 +189,37 @@ def main() -> None:
             print(f"{name}: {', '.join(parts)}", flush=True)
     for runner in runners.values():
         runner.close()
+
+
+def growth(runner: Runner, contexts: Sequence[int], threads: int) -> None:
+    """Print what a longer context adds to a decode of one row, beside reading its keys and values once.
+
+    The two are timed in turn. Core time (all threads' together, over their number) leaves out what other
+    processes take of the cores; the bandwidth is measured between rounds, as they leave it.
+    """
+    batches = [decode(1, 0.0, context) for context in contexts]
+    walls: list[list[float]] = [[], []]
+    cores: list[list[float]] = [[], []]
+    rates = []
+    by_operation = getattr(runner, "profile", None)
+    for _ in range(5):
+        for _ in range(10):
+            for index, batch in enumerate(batches):
+                walls[index].append(timed(partial(run, runner, [batch]), 1)[1])
+                if by_operation is not None:
+                    cores[index].append(sum(by_operation(batch).values()) / threads)
+        rates.append(read_bandwidth(threads, 64 << 20))
+    rows = contexts[1] - contexts[0]
+    num_bytes = rows * runner.memory().kv_bytes_per_block / BLOCK_SIZE
+    reading = num_bytes / max(rates) * 1e3
+    print(f"{num_bytes / 1e6:.1f} MB more, {max(rates) / 1e9:.1f} GB/s: {reading:.2f} ms")
+    for name, times in (("wall", walls), ("core / threads", cores)):
+        if times[0]:
+            short, long = (min(values) for values in times)
+            print(
+                f"{name}: {short:.2f} ms at {contexts[0]}, {long:.2f} ms at {contexts[1]}: "
+                f"{long - short:.2f} ms more, {(long - short) / reading:.2f} times reading"
+            )
 
 
 def profile(runner: Runner, batch: ForwardBatch) -> None:
