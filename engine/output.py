@@ -145,9 +145,7 @@ class SequenceOutput:
             return None
         said = self.token_ids[self._num_sent :]
         self._num_sent = self.num_tokens
-        return TokenEvent(
-            request_id=self._request_id, index=self._index, token_ids=said, text=text
-        )
+        return TokenEvent(request_id=self._request_id, index=self._index, token_ids=said, text=text)
 
     def append(self, rows: Sequence[TokenRow]) -> TokenEvent | None:
         """Take the tokens of a step. Return what may be said now, None where there is nothing.
