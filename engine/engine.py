@@ -55,13 +55,7 @@ class Engine:
         self.step_time = StepTimeModel()
         self._log = structlog.get_logger("headrace.engine")
         if self.max_model_len < settings.max_model_len:
-            self._log.warning(
-                "context lowered to what the KV pool holds",
-                max_model_len=self.max_model_len,
-                asked=settings.max_model_len,
-                num_blocks=num_blocks,
-                block_size=settings.block_size,
-            )
+            self._say_that_context_is_lowered(settings, num_blocks)
         self._runner = runner
         self._policy = policy
         self._eviction = eviction
@@ -105,6 +99,15 @@ class Engine:
         self._steps_total = 0
         self._step_seconds_total = 0.0
         self._mean_request_seconds = 0.0
+
+    def _say_that_context_is_lowered(self, settings: EngineSettings, num_blocks: int) -> None:
+        self._log.warning(
+            "context lowered to what the KV pool holds",
+            max_model_len=self.max_model_len,
+            asked=settings.max_model_len,
+            num_blocks=num_blocks,
+            block_size=settings.block_size,
+        )
 
     # --- requests ---------------------------------------------------------------
 
