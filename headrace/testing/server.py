@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 
 from headrace.errors import HeadraceError
 
-
 _DEFAULTS = {"HEADRACE_GATEWAY__GRACE_PERIOD": "0s"}
 """Told to stop, a server under test ends at once; a test of the grace period gives its own by a flag."""
 
