@@ -23,7 +23,8 @@ LEVELS = {
 HIDDEN = "(hidden)"
 _PRIVATE_FIELDS = frozenset(
     "prompt prompts messages content text body completion prompt_token_ids token_ids input inputs "
-    "authorization api_key key token secret password cookie headers grammar stop".split()
+    "authorization api_key key token secret password cookie headers grammar stop tenant "
+    "organization".split()
 )
 _SECRETS = re.compile(r"(?i)\b(bearer\s+)\S+|\b(sk-|hf_|hr-)[A-Za-z0-9_\-]{8,}")
 

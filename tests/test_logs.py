@@ -164,3 +164,11 @@ def test_lines_go_above_a_progress_bar(monkeypatch: pytest.MonkeyPatch) -> None:
         (line,) = [line for line in lines if event in line]
         before = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", line.partition(event)[0])
         assert "load" not in before and "%" not in before, line
+
+
+@pytest.mark.parametrize("name", ["tenant", "organization", "key", "api_key"])
+def test_who_asks_is_not_told(name: str) -> None:
+    """U03: should a plugin log whom a request is for, the name stays out."""
+    stream = logged()
+    get_logger("policy").info("refused", **{name: CANARY})
+    assert CANARY not in stream.getvalue() and "refused" in stream.getvalue()
