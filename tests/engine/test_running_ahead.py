@@ -129,7 +129,7 @@ def test_answers_are_those_of_one_step_at_a_time(
     prefix_caching: bool,
     by_priority: bool,
 ) -> None:
-    """D03, K07, P20: stops inside, preemption, choices, scores and aborts, in flight or not."""
+    """K07, P20: stops inside, preemption, choices, scores and aborts, in flight or not."""
     engine = {
         "max_num_sequences": slots,
         "max_batched_tokens": budget,
