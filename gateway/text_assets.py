@@ -1,7 +1,8 @@
 """Tokenizer and chat template of each model, built once from its card on a worker thread.
 
-All text work (rendering, encoding, decoding) goes through `run`, whose few threads keep it off the event
-loop. Long texts have a thread of their own, so that a burst of them makes no short prompt wait.
+All text work (rendering, encoding, decoding) goes through `run`, whose few threads keep all but the
+shortest off the event loop. Long texts have a thread of their own, so that a burst of them makes no short
+prompt wait.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class TextAssets:
     """One ModelText per model and revision; a restarted replica with the same card costs nothing."""
 
     num_threads: int = 2
+    short_bytes: int = 2 << 10
+    """Work on no more than this needs no thread."""
     long_bytes: int = 128 << 10
     """Work on more than this is long."""
     _texts: dict[tuple[str, str], ModelText] = field(default_factory=dict)
@@ -54,7 +57,12 @@ class TextAssets:
         return self._texts[key]
 
     async def run(self, work: Callable[[], T], *, num_bytes: int = 0) -> T:
-        """Run `work` on a text thread; `num_bytes` is how much text it has."""
+        """Run `work` on a text thread; `num_bytes` is how much text it has, 0 where that is not known.
+
+        A few hundred tokens are done at once: they take less time than two changes of threads.
+        """
+        if 0 < num_bytes <= self.short_bytes:
+            return work()
         if self._short is None or self._long is None:
             self._short = anyio.CapacityLimiter(self.num_threads)
             self._long = anyio.CapacityLimiter(1)
