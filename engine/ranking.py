@@ -66,7 +66,7 @@ class Ranking:
             self._look_up_prefixes(waiting)
         order = self._policy.rank_waiting([sequence.view for sequence in waiting], view)
         by_view = {id(sequence.view): sequence for sequence in waiting}
-        self._asked_at = None
+        self._asked_at = math.inf if getattr(chosen, "is_order_fixed", False) else None
         if hasattr(chosen, "next_decision_at"):
             at = self._policy.next_decision_at(view)  # type: ignore[attr-defined]
             self._asked_at = math.inf if at is None else at
