@@ -1,4 +1,4 @@
-"""The decorator of this package's kernels: compiled for the chosen level, and cached apart by level."""
+"""The decorators of this package's kernels: compiled for the chosen level, and cached apart by level."""
 
 from __future__ import annotations
 
@@ -11,3 +11,8 @@ from headrace.backends.cpu.kernel_cache import kernel
 
 def fast_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     return kernel(variant=capability.level())(function)
+
+
+def inlined_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """For a large function with one caller: LLVM optimizes it once, not again in every caller of its caller."""
+    return kernel(variant=capability.level(), inline="always")(function)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from headrace.backends.cpu.fast import layout as at
-from headrace.backends.cpu.fast.compiled import fast_kernel
+from headrace.backends.cpu.fast.compiled import fast_kernel, inlined_kernel
 from headrace.backends.cpu.fast.intrinsics import (
     LANES,
     atomic_add,
@@ -78,7 +78,7 @@ def chunk_of(total, threads, most):  # type: ignore[no-untyped-def]
     return min(most, max(1, total // (threads * CHUNKS_PER_THREAD)))
 
 
-@fast_kernel
+@inlined_kernel
 def run_linear(op, rows, threads, counter, x, out):  # type: ignore[no-untyped-def]
     form, groups = op[at.FORM], op[at.SIZE]
     column_bytes = groups * TILE_BYTES[form]
@@ -124,7 +124,7 @@ def run_rope_row(op, parameters, row, q, k, v):  # type: ignore[no-untyped-def]
             write_codes(keys, values, k + offset, v + offset, head_dim, inside % LANES)
 
 
-@fast_kernel
+@inlined_kernel
 def run_attention(op, parameters, threads, counter, q, out, scratch):  # type: ignore[no-untyped-def]
     kv_heads, group = op[at.KV_COUNT], op[at.GROUP_INDEX]
     starts = longs(parameters[at.ITEM_STARTS] + group * 8, 2)
@@ -168,7 +168,7 @@ def run_row(op, parameters, row, x, aux, out, scratch):  # type: ignore[no-untyp
     return target
 
 
-@fast_kernel
+@inlined_kernel
 def run_rows(op, parameters, rows, threads, counter, places, scratch):  # type: ignore[no-untyped-def]
     x, aux, out, quantized = places
     chunk = chunk_of(rows, threads, 16)
@@ -202,7 +202,7 @@ def place_of(buffers, number, offset):  # type: ignore[no-untyped-def]
     return buffers[number] + offset if number >= 0 else 0
 
 
-@fast_kernel
+@inlined_kernel
 def run_program(tid, parameters, control):  # type: ignore[no-untyped-def]
     """Walk the program as thread `tid`."""
     threads, count = parameters[at.NUM_THREADS], parameters[at.NUM_OPERATIONS]
@@ -269,6 +269,7 @@ def post_command(control):  # type: ignore[no-untyped-def]
 def enter(tid, parameters_at, control):  # type: ignore[no-untyped-def]
     """Thread 0: run one step with all threads and return. Others: serve steps until stopped."""
     parameters = longs(parameters_at, at.NUM_PARAMETERS)
+    seen = 0
     if tid == 0:
         counters = longs(parameters[at.COUNTERS], parameters[at.NUM_OPERATIONS] * at.LINE_WORDS)
         for index in range(0, len(counters), at.LINE_WORDS):
@@ -276,15 +277,15 @@ def enter(tid, parameters_at, control):  # type: ignore[no-untyped-def]
         if parameters[at.NUM_THREADS] > 1:
             parameters[at.BARRIER_BASE] = atomic_load(control + at.ARRIVED * CONTROL_WORD)
             post_command(control)
-        run_program(0, parameters, control)
-        return
-    seen = 0
     while True:
-        seen = wait_for_command(control, seen)
-        if atomic_load(control + at.STOP * CONTROL_WORD) != 0:
-            return
+        if tid != 0:
+            seen = wait_for_command(control, seen)
+            if atomic_load(control + at.STOP * CONTROL_WORD) != 0:
+                return
         if tid < parameters[at.NUM_THREADS]:
             run_program(tid, parameters, control)
+        if tid == 0:
+            return
 
 
 @fast_kernel
