@@ -26,8 +26,8 @@ class Asked(FirstComeFirstServed):
         return super().rank_waiting(waiting, view)
 
 
-def queue_up(policy: Asked, count: int = 4, **settings: int) -> EngineDriver:
-    driver = make_engine_driver(policy=policy, **{"max_num_sequences": 1, **settings})
+def queue_up(policy: Asked, count: int = 4) -> EngineDriver:
+    driver = make_engine_driver(policy=policy, max_num_sequences=1)
     for seed in range(count):
         driver.submit(random_prompt(20, seed), max_tokens=60)
     return driver
