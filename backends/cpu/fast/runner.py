@@ -126,6 +126,8 @@ class FastRunner:
         self._weight_bytes = recorder.weight_bytes
         self._step = StepMemory(self._program, settings.num_threads)
         self._threads: ThreadPool | None = None
+        self._spent: NDArray[np.int64] | None = None
+        """What `profile` adds up in: kept, since a worker adds its last wait when the step is over."""
 
     def kv_groups(self) -> Sequence[KVGroupSpec]:
         return self._groups
@@ -172,7 +174,10 @@ class FastRunner:
     def profile(self, batch: ForwardBatch) -> dict[str, float]:
         """Run a step; return the milliseconds of core time per kind of operation, all threads together."""
         operations = self._program.operations
-        spent = np.zeros((self._settings.num_threads, len(operations), 2), np.int64)
+        if self._spent is None:
+            self._spent = np.zeros((self._settings.num_threads, len(operations), 2), np.int64)
+        spent = self._spent
+        spent[:] = 0
         self._step.parameters[at.PROFILE] = address(spent)
         self.execute(batch)
         self._step.parameters[at.PROFILE] = 0
