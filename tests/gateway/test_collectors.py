@@ -76,4 +76,4 @@ def test_an_idle_gate(gateway: FakeGateway) -> None:
         assert samples(gateway, f"admission_{name}") == {(): 0}
     assert samples(gateway, "observer_facts_dropped_total") == {(): 0}
     kinds = {key[0] for key in samples(gateway, "policy_failures_total")}
-    assert kinds == {"scheduling", "routing", "admission"}
+    assert kinds == {"scheduling", "eviction", "routing", "admission"}
