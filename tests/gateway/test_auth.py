@@ -11,6 +11,7 @@ from starlette.testclient import TestClient
 from headrace.config import AdminConfig, GatewayConfig
 from headrace.errors import ConfigError
 from headrace.gateway.admin import ReplicaAdmin, replica_operations
+from headrace.gateway.admin_policies import PolicyAdmin, policy_operations
 from headrace.gateway.app import create_app, operations
 from headrace.gateway.auth import Access, Authenticator, Unauthenticated
 from headrace.gateway.operation import Operation
@@ -120,7 +121,10 @@ def test_the_metrics_are_open_to(access: str, open_to: set[str]) -> None:
 
 
 def admin_table(access: Access) -> list[Operation]:
-    return replica_operations(ReplicaAdmin(None, None), access)  # type: ignore[arg-type]
+    return [
+        *replica_operations(ReplicaAdmin(None, None), access),  # type: ignore[arg-type]
+        *policy_operations(PolicyAdmin(None), access),  # type: ignore[arg-type]
+    ]
 
 
 @pytest.mark.parametrize("environ", [ENVIRON, {**ENVIRON, "ADMIN": ""}])
@@ -130,10 +134,10 @@ def test_every_path_of_admin_needs_the_admin_key(environ: dict[str, str]) -> Non
     gateway = FakeGateway(config=settings, environ=environ)
     app = create_app(gateway.state, admin_table("admin"))
     table = admin_table("admin")
-    assert len(table) >= 8
+    assert len(table) >= 10
     with TestClient(app) as client:
         for each in table:
-            path = each.path.replace("{replica:path}", "tiny/0")
+            path = each.path.replace("{replica:path}", "tiny/0").replace("{kind}", "routing")
             for headers in ({}, bearer("canary-acme"), bearer("wrong")):
                 response = client.request(each.method, path, json={}, headers=headers)
                 assert response.status_code == (401 if environ["ADMIN"] else 403), path
