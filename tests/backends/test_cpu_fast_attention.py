@@ -229,8 +229,8 @@ def test_items_cover_every_query_and_visible_segment_once(
         assert 1 <= count <= max(1, MAX_VECTORS // ratio)
         assert item[at.END_SEGMENT] > item[at.FIRST_SEGMENT]
         for query in range(first, first + count):
-            segments = range(item[at.FIRST_SEGMENT], item[at.END_SEGMENT])
-            seen.setdefault((sequence, query), []).extend(segments)
+            walked = range(item[at.FIRST_SEGMENT], item[at.END_SEGMENT])
+            seen.setdefault((sequence, query), []).extend(walked)
         if item[at.SHARERS] > 1:
             places[item[at.PARTIAL]] = kv_heads * item[at.NUM_SEGMENTS] * count * ratio * 96
     for (sequence, query), segments in seen.items():

@@ -81,10 +81,10 @@ class FastKVPool:
             keys = _widen(all_keys[block, :, part, :, row, :])  # [n, H, D / 2, 2]
             values = _widen(all_values[block, :, part, :, row // 2, :, row % 2])
         else:
-            all_keys, all_values = _codes(planes)
+            key_codes, value_codes = _codes(planes)
             scales = [_scales(plane)[block, :, part, row] for plane in (planes.keys, planes.values)]
-            keys = (all_keys[block, :, part, :, row, :] ^ 0x80).view(np.int8)
-            values = all_values[block, :, part, :, row // 4, :, row % 4].view(np.int8)
+            keys = (key_codes[block, :, part, :, row, :] ^ 0x80).view(np.int8)
+            values = value_codes[block, :, part, :, row // 4, :, row % 4].view(np.int8)
             keys, values = (
                 codes.reshape(count, heads, -1) * scale[..., None]
                 for codes, scale in zip((keys, values), scales, strict=True)
@@ -108,11 +108,11 @@ class FastKVPool:
             columns = _round(values).reshape(count, heads, -1, LANES)
             all_values[block, :, part, :, row // 2, :, row % 2] = columns
             return
-        all_keys, all_values = _codes(planes)
+        coded_keys, coded_values = _codes(planes)
         (key_codes, key_scales), (value_codes, value_scales) = _quantize(keys), _quantize(values)
-        all_keys[block, :, part, :, row, :] = (key_codes ^ 0x80).reshape(count, heads, -1, 4)
-        columns = value_codes.reshape(count, heads, -1, LANES)
-        all_values[block, :, part, :, row // 4, :, row % 4] = columns
+        coded_keys[block, :, part, :, row, :] = (key_codes ^ 0x80).reshape(count, heads, -1, 4)
+        coded_columns = value_codes.reshape(count, heads, -1, LANES)
+        coded_values[block, :, part, :, row // 4, :, row % 4] = coded_columns
         _scales(planes.keys)[block, :, part, row] = key_scales
         _scales(planes.values)[block, :, part, row] = value_scales
 
