@@ -185,7 +185,9 @@ def litellm_command(venv: str, upstream: str, folder: pathlib.Path) -> tuple[lis
 
 
 SIMULATED = """    source: {source}
-    backend: {{use: simulated, options: {{base_seconds: 0.00001}}}}
+    backend:
+      use: simulated
+      options: {{base_seconds: 0, seconds_per_prefill_token: 0, seconds_per_sequence: 0, seconds_per_kv_row: 0}}
     engine: {{num_threads: 1, kv_memory: 512MiB, max_num_sequences: 256}}
 """
 
