@@ -1,1 +1,1 @@
-"""What both GPU backends share: operations around the kernels, planning, memory. No GPU package is imported here."""
+"""What both GPU backends share: operations around the kernels, planning, memory. Imports no GPU package."""

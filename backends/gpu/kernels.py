@@ -51,7 +51,7 @@ class QuantizedWeight:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One step's sampling arguments on the device, and where the results go (`sampling_arguments` says the columns)."""
+    """One step's sampling arguments on the device, and where results go. `sampling_arguments` has the columns."""
 
     floats: torch.Tensor  # [R, 6] f32
     ints: torch.Tensor  # [R, 8] i4
@@ -95,7 +95,7 @@ class Kernels(Protocol):
         slots: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """Rotate q into `out` and k into its slots, store v; positions [T] i4, slots [T] i8 (-1: write nothing).
+        """Rotate q into `out` and k into its slots, store v. Positions [T] i4, slots [T] i8, -1: write nothing.
 
         The table is cosines and sines, [max_positions, rotary_dim / 2] f32. Where the layer has scales,
         rows are quantized as `kv_pool.quantize_rows` does, from the rotated f32 values.
@@ -111,7 +111,7 @@ class Kernels(Protocol):
         num_groups: int,
         out: torch.Tensor,
     ) -> None:
-        """Write rms_norm(x) * weight; with `residual` [T, n] f32 first add x to it, in place, and norm the sum."""
+        """Write rms_norm(x) * weight. With `residual` [T, n] f32: add x to it, in place, and norm the sum."""
         ...
 
     def gate(self, x: torch.Tensor, activation: int, out: torch.Tensor) -> None:
