@@ -8,7 +8,7 @@ the order an eviction policy gives them.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from headrace.engine.eviction import KeyedOrder
@@ -76,6 +76,11 @@ class BlockPool:
     def block(self, block_id: int) -> Block:
         return self._blocks[block_id]
 
+    def num_held(self, block_ids: Iterable[int]) -> int:
+        """Return how many of these blocks have a holder."""
+        blocks = self._blocks
+        return sum([blocks[block_id].ref_count > 0 for block_id in block_ids])
+
     def free_ids(self) -> list[int]:
         """Return the free blocks in the order in which they would be reused."""
         self._follow_policy()
@@ -105,31 +110,47 @@ class BlockPool:
 
     def hit(self, block_ids: Iterable[int]) -> None:
         """Add a holder who found these blocks by what they hold."""
-        block_ids = list(block_ids)
-        self.share(block_ids)
+        blocks = self._blocks
         for block_id in block_ids:
-            self._blocks[block_id].hits += 1
+            block = blocks[block_id]
+            if block.ref_count == 0:
+                self._leave(block_id)
+            block.ref_count += 1
+            block.hits += 1
 
     def release(self, block_ids: Iterable[int]) -> None:
         """Drop a holder of each block, in order. Pass a chain's tail first: it is evicted first."""
+        blocks, free, now, keyed = self._blocks, self._free, self.now, self._keyed
         for block_id in block_ids:
-            block = self._blocks[block_id]
+            block = blocks[block_id]
             assert block.ref_count > 0, f"block {block_id} was released more often than taken"
             block.ref_count -= 1
             if block.ref_count == 0:
-                block.last_used = self.now
-                if self._keyed is not None and block.digest is not None:
-                    self._keyed.add(block_id, self.now)
-                    continue
-                self._free[block_id] = None
-                self._free.move_to_end(block_id, last=block.digest is not None)
+                block.last_used = now
+                if block.digest is None:
+                    free[block_id] = None
+                    free.move_to_end(block_id, last=False)
+                elif keyed is None:
+                    free[block_id] = None  # it was not there, so it is the last now
+                else:
+                    keyed.add(block_id, now)
 
-    def lookup(self, digest: bytes, parent: ParentKey, token_ids: tuple[int, ...]) -> Block | None:
+    def lookup(self, digest: bytes, parent: ParentKey, token_ids: Sequence[int]) -> Block | None:
         """Return the block published under `digest` if it really follows `parent` with these tokens."""
         block = self._by_digest.get(digest)
-        if block is None or block.parent != parent or block.token_ids != token_ids:
+        if block is None or block.parent != parent or block.token_ids != tuple(token_ids):
             return None
         return block
+
+    def num_intact(self, block_ids: list[int], serials: list[int]) -> int:
+        """Return how many of these blocks, from the first on, are still published as they were."""
+        blocks = self._blocks
+        now = [blocks[block_id].serial for block_id in block_ids]
+        if now == serials:
+            return len(now)
+        return next(
+            place for place, pair in enumerate(zip(now, serials, strict=True)) if pair[0] != pair[1]
+        )
 
     def publish(
         self, block_id: int, digest: bytes, parent: ParentKey, token_ids: tuple[int, ...]

@@ -17,7 +17,7 @@ from headrace.engine.intake import Intake, ServedModel
 from headrace.engine.kv_cache import KVCache
 from headrace.engine.outcome import Outcome
 from headrace.engine.ranking import deciding
-from headrace.engine.runs import equal_steps
+from headrace.engine.runs import equal_steps, quiet_steps
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import Family, Sequence, Status
 from headrace.errors import EngineFailed, InvalidRequest, Unavailable
@@ -217,6 +217,16 @@ class Engine:
             events += self._fail_running(failure)
         return events
 
+    def quiet_steps(self) -> tuple[int, int, int]:
+        """Return the steps until the next end of a choice, and what the first of them computes.
+
+        (steps, sequences, KV rows): so many steps of decodes alone pass at least, the one that ends a
+        choice included, unless something is submitted or aborted. 0 steps: that cannot be said.
+        """
+        running = self._scheduler.running
+        num_kv_rows = sum([sequence.num_kv_rows() + 1 for sequence in running])
+        return quiet_steps(self._scheduler), len(running), num_kv_rows
+
     def _plan_ahead(self, flight: Flight) -> Exception | None:
         """Launch the step after `flight` where it can be known; return why the launch failed."""
         if not flight.plan.can_be_followed:
@@ -258,10 +268,16 @@ class Engine:
         events = self._outcome.apply_run(plan, run, start)
         num_kv_rows = int(batch.kv_lens[0].sum())
         ending = [event for event in events if event.finish_reason is not None]
+        is_told = hasattr(deciding(self._policy), "observe")
+        self._failed_steps = 0
         for time in run.times:
-            self._account(plan, num_kv_rows, time - start)
-            said = ending if time == run.times[-1] else []
-            self._tell_policy(plan, said, time, time - start)
+            self._steps_total += 1
+            self._step_seconds_total += time - start
+            if self._learns_from_decodes:
+                self.step_time.observe(0, len(plan.entries), num_kv_rows, time - start)
+            if is_told:
+                said = ending if time == run.times[-1] else []
+                self._tell_policy(plan, said, time, time - start)
             num_kv_rows += len(plan.entries)
             start = time
         self._landed_at = start
@@ -274,13 +290,18 @@ class Engine:
                 self._outcome.land(entry)
 
     def _account(self, plan: BatchPlan, num_kv_rows: int, seconds: float) -> None:
-        """Count a step, and learn from it: of steps of decodes alone, which resemble each other, one in 8."""
+        """Count a step, and learn from it."""
         self._failed_steps = 0
         self._steps_total += 1
         self._step_seconds_total += seconds
         num_prefill_tokens = plan.num_prefill_tokens
-        if num_prefill_tokens or self._steps_total <= 64 or self._steps_total % 8 == 0:
+        if num_prefill_tokens or self._learns_from_decodes:
             self.step_time.observe(num_prefill_tokens, len(plan.entries), num_kv_rows, seconds)
+
+    @property
+    def _learns_from_decodes(self) -> bool:
+        """Of steps of decodes alone, which resemble each other, one in 8 is learnt from."""
+        return self._steps_total <= 64 or self._steps_total % 8 == 0
 
     def _tell_policy(
         self, plan: BatchPlan, events: list[TokenEvent], now: float, seconds: float

@@ -38,10 +38,11 @@ class Intake:
 
     def check(self, request: GenerationRequest) -> None:
         """Raise InvalidRequest where the request can never be served here, with the arithmetic."""
-        check_token_ids(request, self._model.vocab_size)
         sampling = request.sampling
-        if self._model.tokenizer is None:
+        if self._model.tokenizer is None:  # a simulation: it reads no embedding of its ids
             _check_textless(sampling)
+        else:
+            check_token_ids(request, self._model.vocab_size)
         if sampling.grammar is not None:
             raise InvalidRequest("grammar is not supported by this engine", param="grammar")
         num_prompt_tokens = len(request.prompt_token_ids)
@@ -91,6 +92,7 @@ class Intake:
                 sampling=sampling,
                 eos_token_ids=self._model.eos_token_ids,
                 max_tokens=max_tokens,
+                is_whole=request.is_whole,
             ),
             token_ids=list(prompt) if index == 0 else [],
             view=RequestView(

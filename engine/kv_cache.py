@@ -43,22 +43,27 @@ class KVCache:
         """Return the blocks that hold the sequence's prefix, taking none: at most length - 1 tokens."""
         if not self._reads_cache(sequence):
             return []
-        parent: ParentKey = self._root(sequence)
-        hits: list[int] = []
-        for index in range((sequence.num_tokens - 1) // self.block_size):
-            block = self.pool.lookup(
-                self._digest(sequence, index), parent, self._tokens(sequence, index)
-            )
+        hits, serials = sequence.found_blocks, sequence.found_serials
+        num_intact = self.pool.num_intact(hits, serials)
+        del hits[num_intact:], serials[num_intact:]
+        parent: ParentKey = serials[-1] if serials else self._root(sequence)
+        size, lookup, token_ids = self.block_size, self.pool.lookup, sequence.token_ids
+        most = (sequence.num_tokens - 1) // size
+        digests = sequence.block_digests
+        for index in range(num_intact, most):
+            digest = digests[index] if index < len(digests) else self._digest(sequence, index)
+            start = index * size
+            block = lookup(digest, parent, token_ids[start : start + size])
             if block is None:
                 break
             hits.append(block.id)
             parent = block.serial
+            serials.append(parent)
         return hits
 
     def blocks_to_start(self, sequence: Sequence) -> int:
         """Return how many free blocks starting this sequence takes up, hits that are free included."""
-        hits = self.cached_blocks(sequence)
-        held = sum(self.pool.block(block_id).ref_count > 0 for block_id in hits)
+        held = self.pool.num_held(self.cached_blocks(sequence))
         return self.blocks_for(sequence.num_tokens + 1) - held
 
     def begin(self, sequence: Sequence) -> None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 
 from headrace.engine.batch import BatchPlan
+from headrace.engine.chunks import decodes
 from headrace.engine.kv_cache import KVCache
 from headrace.engine.scheduler import Scheduler
+from headrace.engine.sequence import Sequence
 
 MAX_STEPS = 4096
 
@@ -34,7 +36,24 @@ def equal_steps(plan: BatchPlan, scheduler: Scheduler) -> int:
         ):
             return 1
         most = min(most, output.num_tokens_left)
-    return _within_blocks(plan, scheduler, most)
+    return _within_blocks([entry.sequence for entry in plan.entries], scheduler, most)
+
+
+def quiet_steps(scheduler: Scheduler) -> int:
+    """Return how many equal steps there are at least until one that ends a choice, itself included.
+
+    0: something else may happen before. What comes from outside meanwhile is not foreseen.
+    """
+    running = scheduler.running
+    if scheduler.waiting or not running:
+        return 0
+    most = MAX_STEPS
+    for sequence in running:
+        output = sequence.output
+        if not (decodes(sequence) and output.ends_by_length_only and sequence.sampling.is_plain):
+            return 0
+        most = min(most, output.num_tokens_left)
+    return _within_blocks(running, scheduler, most)
 
 
 def _can_only_wait(scheduler: Scheduler) -> bool:
@@ -47,11 +66,11 @@ def _can_only_wait(scheduler: Scheduler) -> bool:
     )
 
 
-def _within_blocks(plan: BatchPlan, scheduler: Scheduler, most: int) -> int:
-    """Return the most steps, at most `most`, whose rows fit the blocks held and the free ones."""
+def _within_blocks(sequences: Items[Sequence], scheduler: Scheduler, most: int) -> int:
+    """Return the most steps, at most `most`, whose rows fit the blocks held and the free ones; 1 at least."""
     size = scheduler.kv_cache.block_size
     num_free = scheduler.kv_cache.pool.num_free
-    spare = [len(e.sequence.block_ids) * size - e.sequence.num_kv_rows() for e in plan.entries]
+    spare = [len(s.block_ids) * size - s.num_kv_rows() for s in sequences]
 
     def fits(num_steps: int) -> bool:
         return sum([-(-(num_steps - s) // size) for s in spare if s < num_steps]) <= num_free

@@ -82,6 +82,9 @@ class Sequence:
     num_published: int = 0
     parent: ParentKey = b""
     """What the next block to be published follows."""
+    found_blocks: list[int] = field(default_factory=list)
+    """What the last look into the prefix cache found, and each block's serial then."""
+    found_serials: list[int] = field(default_factory=list)
     start_time: float | None = None
     first_token_time: float | None = None
     last_token_time: float | None = None

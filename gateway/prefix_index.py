@@ -45,7 +45,7 @@ class PrefixIndex:
         matched: dict[str, int] = {}
         for depth, digest in enumerate(hashes[:MAX_BLOCKS]):
             mask = self._entries.get(digest, 0) & candidates
-            if depth:
+            if depth and mask != candidates:
                 matched.update(dict.fromkeys(self._replicas(candidates & ~mask), depth))
             candidates = mask
             if not candidates:

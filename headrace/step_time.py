@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_SCALES = (1.0, 256.0, 16.0, 8192.0)
+_PREFILL_SCALE, _SEQUENCE_SCALE, _ROW_SCALE = 256.0, 16.0, 8192.0
 _FORGETTING = 0.995
 _PRIOR_VARIANCE = 100.0
 _MAX_VARIANCE = 1e4
@@ -51,7 +51,7 @@ class StepTimeModel:
     """The formula fitted to the steps seen so far."""
 
     def __init__(self) -> None:
-        size = len(_SCALES)
+        size = 4
         self._weights = [0.0] * size
         self._covariance = [
             [_PRIOR_VARIANCE if row == column else 0.0 for column in range(size)]
@@ -96,9 +96,16 @@ class StepTimeModel:
         """Learn from one step. Steps of no or negative length teach nothing."""
         if not 0 < seconds < float("inf"):
             return
-        counts = (1.0, num_prefill_tokens, num_sequences, num_kv_rows)
-        features = [count / scale for count, scale in zip(counts, _SCALES, strict=True)]
-        residual = seconds - sum(w * f for w, f in zip(self._weights, features, strict=True))
+        features = [
+            1.0,
+            num_prefill_tokens / _PREFILL_SCALE,
+            num_sequences / _SEQUENCE_SCALE,
+            num_kv_rows / _ROW_SCALE,
+        ]
+        first, second, third, fourth = self._weights
+        residual = seconds - (
+            first + second * features[1] + third * features[2] + fourth * features[3]
+        )
         error = abs(seconds - self.predict(num_prefill_tokens, num_sequences, num_kv_rows))
         if self.is_fitted:
             limit = _OUTLIER_ERRORS * self._mean_error + 0.05 * self._mean_seconds
@@ -106,8 +113,12 @@ class StepTimeModel:
             error = min(error, 2 * limit)
         self._remember(error, seconds)
         self._update(features, residual)
+        first, second, third, fourth = self._weights
         self._formula = StepTimeFormula(
-            *(max(0.0, w / scale) for w, scale in zip(self._weights, _SCALES, strict=True))
+            max(0.0, first),
+            max(0.0, second / _PREFILL_SCALE),
+            max(0.0, third / _SEQUENCE_SCALE),
+            max(0.0, fourth / _ROW_SCALE),
         )
 
     def _remember(self, error: float, seconds: float) -> None:
@@ -117,16 +128,26 @@ class StepTimeModel:
         self.num_steps += 1
 
     def _update(self, features: list[float], residual: float) -> None:
-        covariance = self._covariance
-        projected = [sum(c * f for c, f in zip(row, features, strict=True)) for row in covariance]
-        gain = _FORGETTING + sum(f * p for f, p in zip(features, projected, strict=True))
-        size = range(len(features))
-        for row in size:
-            step = projected[row] / gain
-            self._weights[row] += step * residual
-            for column in size:
-                covariance[row][column] -= step * projected[column]
-        if max(covariance[row][row] for row in size) < _MAX_VARIANCE * _FORGETTING:
-            for row in size:
-                for column in size:
-                    covariance[row][column] /= _FORGETTING
+        """Take one step into the symmetric covariance; written out, because it runs beside every step."""
+        a, b, c, d = features
+        rows = self._covariance
+        (p, q, r, s), (_, t, u, v), (_, _, w, x), (_, _, _, y) = rows
+        at_a = p * a + q * b + r * c + s * d
+        at_b = q * a + t * b + u * c + v * d
+        at_c = r * a + u * b + w * c + x * d
+        at_d = s * a + v * b + x * c + y * d
+        gain = _FORGETTING + a * at_a + b * at_b + c * at_c + d * at_d
+        by_a, by_b, by_c, by_d = at_a / gain, at_b / gain, at_c / gain, at_d / gain
+        weights = self._weights
+        weights[0] += by_a * residual
+        weights[1] += by_b * residual
+        weights[2] += by_c * residual
+        weights[3] += by_d * residual
+        p, q, r, s = p - by_a * at_a, q - by_a * at_b, r - by_a * at_c, s - by_a * at_d
+        t, u, v = t - by_b * at_b, u - by_b * at_c, v - by_b * at_d
+        w, x, y = w - by_c * at_c, x - by_c * at_d, y - by_d * at_d
+        if max(p, t, w, y) < _MAX_VARIANCE * _FORGETTING:
+            f = 1 / _FORGETTING
+            p, q, r, s, t = p * f, q * f, r * f, s * f, t * f
+            u, v, w, x, y = u * f, v * f, w * f, x * f, y * f
+        self._covariance = [[p, q, r, s], [q, t, u, v], [r, u, w, x], [s, v, x, y]]

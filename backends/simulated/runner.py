@@ -66,7 +66,8 @@ class SimulatedRunner:
         self._is_closed = False
         self.runs_ahead = device.runs_ahead
         self._advance: Callable[[float], None] | None = getattr(clock, "advance", None)
-        self.can_repeat = self._advance is not None
+        self._set: Callable[[float], None] | None = getattr(clock, "set", None)
+        self.can_repeat = self._set is not None
         self._busy_until = float("-inf")
         self._drawn = np.empty(0, np.int32)  # [R] of the step launched last
 
@@ -107,14 +108,16 @@ class SimulatedRunner:
 
     def repeat(self, batch: ForwardBatch, max_steps: int, until: float) -> RunResult:
         assert not self._is_closed, "the runner is closed"
-        assert self._advance is not None, "only virtual time can be run through"
+        assert self._set is not None, "only virtual time can be run through"
         sampling, num_rows = batch.sampling, len(batch.query_starts) - 1
-        num_kv_rows = int(batch.kv_lens[0].sum())
-        times: list[float] = []
-        while len(times) < max_steps and not (times and times[-1] >= until):
-            self._advance(self._device.step_time.seconds(0, num_rows, num_kv_rows))
-            num_kv_rows += num_rows
-            times.append(self._clock.now())
+        rows = int(batch.kv_lens[0].sum()) + num_rows * np.arange(max_steps, dtype=np.int64)
+        ends = np.empty(max_steps + 1)
+        ends[0] = self._clock.now()
+        ends[1:] = self._device.step_time.seconds(0, num_rows, rows)
+        np.add.accumulate(ends, out=ends)  # in the order in which single steps add up
+        num_steps = max(1, int(np.searchsorted(ends[:-1], until)))
+        times: list[float] = ends[1 : num_steps + 1].tolist()
+        self._set(times[-1])
         self._busy_until = times[-1]
         steps = np.arange(len(times), dtype=np.int64)[:, None]
         contexts = (sampling.positions[None, :] + steps).astype(np.uint64)

@@ -20,4 +20,6 @@ class FakeClock:
         self._now += seconds
 
     def set(self, now: float) -> None:
-        self.advance(now - self._now)
+        if now < self._now:
+            raise ValueError(f"a clock never goes back: set takes {self._now} or more, got {now}")
+        self._now = now
