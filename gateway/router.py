@@ -14,7 +14,7 @@ from headrace.gateway.ledger import Hold, Ledger, load_of
 from headrace.gateway.prefix_index import PrefixIndex
 from headrace.gateway.replica import Replica
 from headrace.interfaces import RoutingPolicy
-from headrace.policy_guard import RoutingGuard
+from headrace.policy_guard import GuardLimits, RoutingGuard
 from headrace.types import ReplicaView, RoutingRequest
 
 _RETRY_AFTER_STARTING_SECONDS = 2.0
@@ -44,12 +44,18 @@ class Router:
     """Chooses among replicas. `fallback` decides where `policy` fails."""
 
     def __init__(
-        self, groups: Sequence[ModelGroup], *, policy: RoutingPolicy, fallback: RoutingPolicy
+        self,
+        groups: Sequence[ModelGroup],
+        *,
+        policy: RoutingPolicy,
+        fallback: RoutingPolicy,
+        limits: GuardLimits | None = None,
     ) -> None:
+        """`limits`: of the guard; None: those of a server."""
         self._groups = {group.name: group for group in groups}
         self.has_upstream = any(group.has_upstream for group in groups)
         """Whether other servers serve any model."""
-        self._guard = RoutingGuard(policy, fallback)
+        self._guard = RoutingGuard(policy, fallback, limits)
         self.ledger = Ledger()
         self.prefixes = PrefixIndex()
         self._restarts: dict[str, int] = {}

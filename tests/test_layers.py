@@ -38,6 +38,7 @@ TOP = (
     "headrace.worker",
     "headrace.build",
     "headrace.load",
+    "headrace.simulator",
     "headrace.testing",
 )
 
