@@ -83,14 +83,12 @@ class EngineClient(Protocol):
         """Start the engine and wait until it is ready. Raises EngineFailed where it cannot start."""
         ...
 
-    def stream(
-        self, request: GenerationRequest, *, is_whole: bool = False
-    ) -> AbstractAsyncContextManager[EventStream]:
+    def stream(self, request: GenerationRequest) -> AbstractAsyncContextManager[EventStream]:
         """Submit a request; the body runs once it is accepted and iterates over lists of events.
 
         Entering raises Unavailable where the engine is not ready, RemoteError where it refuses, and
         EngineFailed where it dies, as does iterating. While nobody iterates, events of a choice merge into
-        one; with `is_whole` all merge that come between the first and the end. The iteration ends when
+        one; where the request says `is_whole`, all that come after the first. The iteration ends when
         every choice has ended; leaving earlier aborts the request.
         """
         ...

@@ -36,6 +36,8 @@ from headrace.types import (
 
 _NOTHING_RAN_SECONDS = 0.002
 """How long to wait for a message after a step that could run nothing: neither spin nor oversleep."""
+_REPORT_SECONDS = 0.02
+"""Steps without news are told of no more often than this: their statistics alone."""
 _REST_SECONDS = 0.5
 """Idle for so long after work, the engine has come to rest."""
 
@@ -82,7 +84,10 @@ class EngineLoop:
         self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
         self._live: dict[str, set[int]] = {}  # request id -> its choices that have not ended
         self._must_report = False
+        self._accepted: list[str] = []  # requests wanted whole, told with the news of the next step
         self._reported = EngineStats()
+        self._reported_at = float("-inf")
+        self._num_steps = 0
         self._nothing_ran = False
         self._last_step_failed = False
         self._step_began: float | None = None
@@ -173,11 +178,13 @@ class EngineLoop:
             self._emit(Refused(request_id, _broken(bug).info()))
         else:
             self._live[request_id] = set(range(request.sampling.n))
-            self._emit(Accepted(request_id))
+            if request.is_whole:
+                self._accepted.append(request_id)
+            else:
+                self._emit(Accepted(request_id))
 
     def _step(self) -> None:
         self._is_at_rest = False
-        steps_before = self._reported.steps_total
         try:
             events = self._engine.step()
         except Exception as error:
@@ -187,8 +194,13 @@ class EngineLoop:
         for event in events:
             if event.finish_reason is not None:
                 self._note_end(event)
-        self._report(events)
-        self._nothing_ran = not events and self._reported.steps_total == steps_before
+        stats = self._engine.stats()
+        self._nothing_ran = not events and stats.steps_total == self._num_steps
+        self._num_steps = stats.steps_total
+        if events or self._accepted or time.monotonic() - self._reported_at >= _REPORT_SECONDS:
+            self._report(events, stats)
+        else:
+            self._must_report = True  # when there is news, or nothing to do
 
     def _note_end(self, event: TokenEvent) -> None:
         choices = self._live.get(event.request_id)
@@ -197,9 +209,13 @@ class EngineLoop:
             if not choices:
                 del self._live[event.request_id]
 
-    def _report(self, events: list[TokenEvent]) -> None:
+    def _report(self, events: list[TokenEvent], stats: EngineStats | None = None) -> None:
         self._must_report = False
-        stats = self._engine.stats()
+        self._reported_at = time.monotonic()
+        for request_id in self._accepted:
+            self._emit(Accepted(request_id))
+        self._accepted.clear()
+        stats = stats or self._engine.stats()
         seconds = stats.step_seconds_total - self._reported.step_seconds_total
         self._reported = stats
         self._emit(StepEvents(events, stats, seconds))

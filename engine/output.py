@@ -13,6 +13,9 @@ An event's `token_ids` are all tokens generated, the ending ones included, so th
 usage. Its log probabilities are those of tokens that are part of the output: a token goes out with the
 first character it contributes to, a token cut in the middle by a stop string is there whole, and tokens
 that lie entirely in a stop string, or end the choice themselves, have no entry.
+
+Where the answer is wanted whole, a choice says its first news and then nothing until it ends; what needs
+no look at each token's text is decoded then.
 """
 
 from __future__ import annotations
@@ -67,7 +70,9 @@ class SequenceOutput:
         sampling: SamplingParams,
         eos_token_ids: Collection[int],
         max_tokens: int,
+        is_whole: bool = False,
     ) -> None:
+        """`is_whole`: there is one event at the beginning and one at the end, and none between."""
         self.token_ids: list[int] = []
         """Every token accepted, the one that ended the choice included."""
         self.finish_reason: str | None = None
@@ -89,6 +94,8 @@ class SequenceOutput:
         self._text = ""  # released, for the next event
         self._waiting: deque[tuple[int, TokenRow]] = deque()  # (num_decoded before it, row), unsent
         self._num_sent = 0  # tokens whose ids have gone out
+        self._is_whole = is_whole
+        self._first_undecoded = -1  # of tokens whose text nobody asked for yet; -1: there are none
 
     @property
     def num_tokens(self) -> int:
@@ -117,6 +124,10 @@ class SequenceOutput:
         ):
             return self.append((TokenRow(token_id),))
         token_ids.append(token_id)
+        if self._is_whole and self._num_sent:
+            if self._first_undecoded < 0:
+                self._first_undecoded = num_tokens - 1
+            return None
         text = ""
         if self._detokenizer is not None:
             text = self._detokenizer.append(token_id)
@@ -133,14 +144,16 @@ class SequenceOutput:
     def append_run(self, token_ids: Sequence[int]) -> TokenEvent | None:
         """Take the tokens of several steps, at most `num_tokens_left`, where only the length can end it."""
         assert self.ends_by_length_only, "a run is taken unseen"
+        self._catch_up()
         self.token_ids += token_ids
-        text = ""
         if self._detokenizer is not None:
-            text = "".join(map(self._detokenizer.append, token_ids))
+            self._text += "".join(map(self._detokenizer.append, token_ids))
         if self.num_tokens >= self._max_tokens:
-            self._text = text
             self._end("length")
             return self._event()
+        if self._is_whole and self._num_sent:
+            return None
+        text, self._text = self._text, ""
         if not text and self._detokenizer is not None:
             return None
         said = self.token_ids[self._num_sent :]
@@ -156,6 +169,7 @@ class SequenceOutput:
             return None
         if self._max_tokens == 0:
             return self.finish("length")
+        self._catch_up()
         for row in rows:
             self._take(row)
             if self.finish_reason is not None:
@@ -166,8 +180,15 @@ class SequenceOutput:
         """End the choice from outside ("abort", "error", "length"). None where it had ended already."""
         if self.finish_reason is not None:
             return None
+        self._catch_up()
         self._end(reason)
         return self._event(error)
+
+    def _catch_up(self) -> None:
+        """Decode the tokens whose text nobody asked for yet."""
+        first, self._first_undecoded = self._first_undecoded, -1
+        if first >= 0 and self._detokenizer is not None:
+            self._text += "".join(map(self._detokenizer.append, self.token_ids[first:]))
 
     def _take(self, row: TokenRow) -> None:
         token_id = row.token_id
@@ -209,6 +230,8 @@ class SequenceOutput:
 
     def _event(self, error: ErrorInfo | None = None) -> TokenEvent | None:
         ended = self.finish_reason is not None
+        if not ended and self._is_whole and self._num_sent:
+            return None
         if not (self._text or ended or self._detokenizer is None):
             return None
         rows = self._visible_rows()

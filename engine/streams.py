@@ -54,10 +54,10 @@ _RETRY_AFTER_STARTING_SECONDS = 2.0
 class RequestStream:
     """The events of one request, for one consumer: an async iterator of lists of joined events."""
 
-    def __init__(self, request: GenerationRequest, *, is_whole: bool = False) -> None:
-        """`is_whole`: the consumer is woken by the first and by the last news only."""
+    def __init__(self, request: GenerationRequest) -> None:
+        """Of a request that is wanted whole, the consumer is woken by the first and the last news only."""
         self.request_id = request.request_id
-        self._is_whole = is_whole
+        self._is_whole = request.is_whole
         self._was_taken = False
         self.accepted = False
         self._open_choices = set(range(request.sampling.n))
@@ -138,14 +138,12 @@ class StreamMultiplexer:
         self,
         request: GenerationRequest,
         send: Callable[[Submit | Abort], None],
-        *,
-        is_whole: bool = False,
     ) -> AsyncIterator[EventStream]:
         """Submit a request and wait until it is accepted. Leaving before its end sends Abort."""
         request_id = request.request_id
         if request_id in self._streams:
             raise InvalidRequest(f"a request with the id {request_id!r} is already running")
-        stream = RequestStream(request, is_whole=is_whole)
+        stream = RequestStream(request)
         send(Submit(request))
         self._streams[request_id] = stream
         try:
@@ -245,12 +243,10 @@ class StreamingClient:
         return self._restarts_total
 
     @contextlib.asynccontextmanager
-    async def stream(
-        self, request: GenerationRequest, *, is_whole: bool = False
-    ) -> AsyncIterator[EventStream]:
+    async def stream(self, request: GenerationRequest) -> AsyncIterator[EventStream]:
         if self._state != "ready":
             raise self._unavailable()
-        async with self._streams.stream(request, self._try_send, is_whole=is_whole) as events:
+        async with self._streams.stream(request, self._try_send) as events:
             yield events
 
     def _send(self, frame: ToEngine) -> None:

@@ -104,6 +104,7 @@ def build_requests(
             tpot_target_seconds=_seconds(objective.tpot_ms),
             cache_salt=salt,
             cache_ttl_seconds=body.cache_ttl,
+            is_whole=not body.stream,
         )
         check_token_ids(request, card.vocab_size)
         hashes = tuple(block_digests(root, token_ids, card.block_size))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 import structlog
@@ -114,7 +114,6 @@ class WholeDelivery:
 
     record: RequestRecord
     answer: Answer
-    is_whole: ClassVar[bool] = True
 
     async def accepted(self) -> None:
         """Nothing goes out yet."""
@@ -138,7 +137,6 @@ class StreamDelivery:
     answer: Answer
     outlet: Outlet
     writer: SseWriter
-    is_whole: ClassVar[bool] = False
     _said: set[int] = field(default_factory=set)
 
     async def accepted(self) -> None:

@@ -24,11 +24,6 @@ if TYPE_CHECKING:
 class Sink(Protocol):
     """Takes the news of one call's prompts."""
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether nothing of an answer is wanted before its end."""
-        ...
-
     async def accepted(self) -> None:
         """Every prompt has an engine that accepted it. Once, before any news."""
         ...
@@ -61,7 +56,7 @@ async def run_requests(state: GatewayState, placements: Sequence[Placement], sin
         async def on(replica: Replica, hold: Hold) -> None:
             assert replica.upstream is None
             client = cast("EngineClient", replica.client)
-            async with client.stream(placement.request, is_whole=sink.is_whole) as events:
+            async with client.stream(placement.request) as events:
                 if index in pending:
                     pending.discard(index)
                     if not pending:

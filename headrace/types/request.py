@@ -157,6 +157,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     context_id: str | None = None
     prefix_hashes: tuple[bytes, ...] = ()
     """Digests of the prompt's full blocks where the gateway has computed them already."""
+    is_whole: bool = False
+    """The answer is wanted in one piece: of each choice the engine tells the first news and the end."""
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:
