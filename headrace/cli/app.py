@@ -14,6 +14,7 @@ from headrace.cli.policies import policies
 from headrace.cli.pull import pull
 from headrace.cli.replicas import replicas
 from headrace.cli.serve import serve
+from headrace.cli.simulate import simulate
 
 app = typer.Typer(
     name="headrace",
@@ -26,6 +27,7 @@ app.command()(serve)
 app.command()(chat)
 app.command()(generate)
 app.command()(bench)
+app.command()(simulate)
 app.command()(pull)
 app.command("check-config")(check_config)
 app.command()(plugins)

@@ -85,7 +85,7 @@ def check(
     registries = _registries()
     given = _parse_options(options)
     if is_script(use):
-        use = _with_class(use)
+        use = with_class(use)
     kind = kind or _kind_of(registries, use)
     _check_kind(kind)
     make: Callable[[], Any] = lambda: registries.create(kind, use, given, Path())  # noqa: E731
@@ -121,7 +121,7 @@ def swap(
 
     _check_kind(kind)
     if is_script(use):
-        use = _absolute(_with_class(use))
+        use = _absolute(with_class(use))
     body = {"use": use, "options": _parse_options(options), "model": model}
     answer = _post(f"{url.rstrip('/')}/admin/policies/{kind}", body, os.environ.get(key_env, ""))
     where = ", ".join(answer["replicas"]) or "the gateway"
@@ -174,7 +174,7 @@ def _parse_options(options: list[str] | None) -> dict[str, Any]:
     return parsed
 
 
-def _with_class(use: str) -> str:
+def with_class(use: str) -> str:
     """Add the class to a script reference without one, where the file leaves no choice."""
     from headrace.plugins.script import policy_classes
 

@@ -1,62 +1,12 @@
-"""One self-contained HTML page of a bench run: tables, and plots drawn here as inline SVG.
-
-No script, no font and no address outside the file. Colours follow the reader's light or dark scheme.
-"""
+"""One self-contained HTML page of a bench run: tables and plots."""
 
 from __future__ import annotations
 
-import html
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from headrace.load.plot import Axis, Series, figure, page, table
 from headrace.load.report import FRACTIONS, LATENCIES
-
-_WIDTH, _HEIGHT = 460, 260
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 14, 12, 40
-_COLOURS = 6
-_STYLE = """
-:root { color-scheme: light dark; --ground: #fcfcfa; --ink: #22252a; --soft: #6a7078; --line: #d9dad6;
-  --c0: #2a6fbb; --c1: #c2570c; --c2: #3a7d44; --c3: #8b4aa8; --c4: #a33a4a; --c5: #5d6470; }
-@media (prefers-color-scheme: dark) { :root { --ground: #17191c; --ink: #e6e7e9; --soft: #9aa1aa;
-  --line: #363a40; --c0: #72aef0; --c1: #f09a5b; --c2: #7cc78a; --c3: #c99ae0; --c4: #ee8793; --c5: #a8b0bb; } }
-body { background: var(--ground); color: var(--ink); font: 15px/1.5 system-ui, sans-serif;
-  max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.4rem; margin: 0 0 .2rem } h2 { font-size: 1.05rem; margin: 1.8rem 0 .4rem }
-p { margin: .2rem 0; color: var(--soft) }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; width: 100% }
-.wide { overflow-x: auto }
-th, td { text-align: right; padding: .2rem .6rem; border-bottom: 1px solid var(--line); white-space: nowrap }
-th { font-weight: 600; color: var(--soft) } th:first-child, td:first-child { text-align: left }
-.plots { display: flex; flex-wrap: wrap; gap: 1rem } figure { margin: 0; flex: 1 1 26rem }
-figcaption { font-weight: 600; margin-bottom: .2rem } svg { width: 100%; height: auto; display: block }
-svg text { fill: var(--soft); font: 11px system-ui, sans-serif }
-.grid { stroke: var(--line) } .curve { fill: none; stroke-width: 2; stroke-linejoin: round }
-.key { display: flex; flex-wrap: wrap; gap: .1rem 1rem; font-size: 13px; color: var(--soft) }
-.key i { display: inline-block; width: .8rem; height: .8rem; border-radius: 2px; margin-right: .35rem;
-  vertical-align: -1px }
-"""
-
-Points = Sequence[tuple[float, float]]
-
-
-@dataclass(frozen=True, slots=True)
-class Series:
-    """One line, or cloud of dots, of a plot."""
-
-    name: str
-    points: Points
-    has_line: bool = True
-    has_dots: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Axis:
-    """What an axis shows; a logarithmic one begins at its least value, a linear one at 0."""
-
-    title: str
-    is_logarithmic: bool = False
 
 
 def render_page(document: Mapping[str, Any]) -> str:
@@ -82,18 +32,14 @@ def render_page(document: Mapping[str, Any]) -> str:
     )
     if "slo" in runs[0]:
         about += f"; good is inside {runs[0]['slo']}"
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>Headrace bench</title><style>{_STYLE}</style></head><body>"
-        f"<h1>Headrace bench</h1><p>{html.escape(about)}</p>"
+    body = (
         f"<h2>Loads</h2>{_loads_table(runs, names)}"
         f"<h2>Latencies (ms)</h2>{_latency_table(runs, names)}"
         f'<h2>Plots</h2><div class="plots">{"".join(figures)}</div>'
         "<p>TTFT: first text minus due. E2E: end of text minus due. TPOT: (E2E − TTFT) / (tokens − 1). "
         "ITL: gaps between events. Failed requests enter no figure but their count.</p>"
-        "</body></html>\n"
     )
+    return page("Headrace bench", about, body)
 
 
 def _load_name(run: Mapping[str, Any]) -> str:
@@ -102,14 +48,6 @@ def _load_name(run: Mapping[str, Any]) -> str:
         return f"{load['concurrency']} at a time"
     name = f"{load['request_rate']:g} per second"
     return name if load["burstiness"] == "1" else f"{name}, burstiness {load['burstiness']}"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    cells = "".join(f"<th>{html.escape(name)}</th>" for name in head)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
-    )
-    return f'<div class="wide"><table><tr>{cells}</tr>{body}</table></div>'
 
 
 def _loads_table(runs: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
@@ -129,7 +67,7 @@ def _loads_table(runs: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str
                 f"{100 * run['slo_share']:.0f} %",
             ]
         rows.append(row)
-    return _table(head, rows)
+    return table(head, rows)
 
 
 def _latency_table(runs: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
@@ -140,7 +78,7 @@ def _latency_table(runs: Sequence[Mapping[str, Any]], names: Sequence[str]) -> s
             found = run["seconds"][latency]
             if found:
                 rows.append([f"{title}, {name}", *(f"{1e3 * found[c]:.1f}" for c in columns)])
-    return _table(["", *columns], rows)
+    return table(["", *columns], rows)
 
 
 def _over_loads(runs: Sequence[Mapping[str, Any]], is_open: bool) -> list[str]:
@@ -153,14 +91,14 @@ def _over_loads(runs: Sequence[Mapping[str, Any]], is_open: bool) -> list[str]:
         return Series(name, sorted(points))
 
     throughput = [line("output tokens/s", lambda run: float(run["output_tokens_per_second"]))]
-    figures = [_figure("Throughput", throughput, axis, Axis("output tokens per second"))]
+    figures = [figure("Throughput", throughput, axis, Axis("output tokens per second"))]
     if "slo" in runs[0]:
         good = [
             line("all requests", lambda run: float(run["requests_per_second"])),
             line("inside the limits", lambda run: float(run["goodput_requests_per_second"])),
         ]
         figures.append(
-            _figure(f"Goodput ({runs[0]['slo']})", good, axis, Axis("requests per second"))
+            figure(f"Goodput ({runs[0]['slo']})", good, axis, Axis("requests per second"))
         )
     for latency in ("ttft", "tpot"):
         lines = [
@@ -168,7 +106,7 @@ def _over_loads(runs: Sequence[Mapping[str, Any]], is_open: bool) -> list[str]:
             for at in ("p50", "p90", "p99")
         ]
         title = f"{LATENCIES[latency]} against load"
-        figures.append(_figure(title, lines, axis, Axis("milliseconds")))
+        figures.append(figure(title, lines, axis, Axis("milliseconds")))
     return figures
 
 
@@ -184,7 +122,7 @@ def _distribution(runs: Sequence[Mapping[str, Any]], names: Sequence[str], laten
         points = [(value, 100 * (at + 1) / len(values)) for at, value in enumerate(values)]
         lines.append(Series(name, points, has_dots=False))
     title = f"{LATENCIES[latency]}: share of requests within"
-    return _figure(title, lines, Axis("milliseconds", is_logarithmic=True), Axis("%"))
+    return figure(title, lines, Axis("milliseconds", is_logarithmic=True), Axis("%"))
 
 
 def _over_time(runs: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
@@ -196,84 +134,4 @@ def _over_time(runs: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
             if outcome["ttft_seconds"] is not None
         ]
         lines.append(Series(name, points, has_line=False))
-    return _figure("TTFT over the run", lines, Axis("seconds from the start"), Axis("milliseconds"))
-
-
-def _figure(title: str, lines: Sequence[Series], x_axis: Axis, y_axis: Axis) -> str:
-    """Return one plot as a figure with its title and, where there is more than one line, a key."""
-    points = [point for line in lines for point in line.points]
-    across, x_ticks = _scale([x for x, _ in points], x_axis, _LEFT, _WIDTH - _RIGHT)
-    up, y_ticks = _scale([y for _, y in points], y_axis, _HEIGHT - _BOTTOM, _TOP)
-    parts = []
-    for tick in y_ticks:
-        y = f"{up(tick):.1f}"
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
-        parts.append(
-            f'<text x="{_LEFT - 6}" y="{up(tick) + 4:.1f}" text-anchor="end">{_number(tick)}</text>'
-        )
-    for tick in x_ticks:
-        x = f"{across(tick):.1f}"
-        parts.append(
-            f'<text x="{x}" y="{_HEIGHT - _BOTTOM + 16}" text-anchor="middle">{_number(tick)}</text>'
-        )
-    for place, line in enumerate(lines):
-        parts.append(_marks(line, f"var(--c{place % _COLOURS})", across, up))
-    parts.append(
-        f'<text x="{(_LEFT + _WIDTH - _RIGHT) / 2}" y="{_HEIGHT - 6}" text-anchor="middle">'
-        f"{html.escape(x_axis.title)}</text>"
-        f'<text transform="translate(12 {(_TOP + _HEIGHT - _BOTTOM) / 2}) rotate(-90)" '
-        f'text-anchor="middle">{html.escape(y_axis.title)}</text>'
-    )
-    key = "".join(
-        f'<span><i style="background:var(--c{place % _COLOURS})"></i>{html.escape(line.name)}</span>'
-        for place, line in enumerate(lines)
-    )
-    key = f'<div class="key">{key}</div>' if len(lines) > 1 else ""
-    return (
-        f"<figure><figcaption>{html.escape(title)}</figcaption>"
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{html.escape(title)}">'
-        f"{''.join(parts)}</svg>{key}</figure>"
-    )
-
-
-def _marks(
-    line: Series, colour: str, across: Callable[[float], float], up: Callable[[float], float]
-) -> str:
-    places = [(across(x), up(y)) for x, y in line.points]
-    parts = []
-    if line.has_line and len(places) > 1:
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-        parts.append(f'<polyline class="curve" style="stroke:{colour}" points="{path}"/>')
-    if line.has_dots or len(places) == 1:
-        parts += [
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" style="fill:{colour}"/>' for x, y in places
-        ]
-    return "".join(parts)
-
-
-def _scale(
-    values: Sequence[float], axis: Axis, start: float, end: float
-) -> tuple[Callable[[float], float], list[float]]:
-    """Return the map from values to places between `start` and `end`, and the ticks."""
-    if axis.is_logarithmic and min(values) > 0:
-        low, high = min(values), max(values)
-        if high < 1.2 * low:
-            low, high = low / 1.1, high * 1.1
-        ticks = [
-            step * 10.0**power
-            for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-            for step in (1, 2, 5)
-        ]
-        ticks = [tick for tick in ticks if low <= tick <= high] or [low, high]
-        span = math.log(high / low)
-        return lambda v: start + (end - start) * math.log(v / low) / span, ticks
-    top = max(values) or 1.0
-    step = 10.0 ** math.floor(math.log10(top / 4))
-    step *= next(factor for factor in (1, 2, 5, 10) if top / (factor * step) <= 6)
-    count = math.ceil(top / step - 1e-9)
-    high = count * step
-    return lambda v: start + (end - start) * v / high, [step * at for at in range(count + 1)]
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+    return figure("TTFT over the run", lines, Axis("seconds from the start"), Axis("milliseconds"))
