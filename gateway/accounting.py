@@ -84,17 +84,24 @@ class RequestRecord:
             if place[0] == prompt_index:
                 self._choices[place] = _ChoiceFacts()
 
-    def relayed(self, usage: RelayedCounts | None, finish_reasons: Sequence[str]) -> None:
-        """Another server has answered: note what it counted, of all choices together, and how they ended."""
+    def relayed(
+        self, usage: RelayedCounts | None, finish_reasons: Sequence[str], *, otherwise: int = 0
+    ) -> None:
+        """Another server has answered: note what it counted, of all choices together, and how they ended.
+
+        Where it did not count, or was not heard to the end, `otherwise` is about what it produced.
+        """
         now = self.state.clock.now()
         for choice, reason in zip(self._choices.values(), finish_reasons, strict=False):
             choice.finish_reason = reason
+        first = next(iter(self._choices.values()))
+        first.last_time = now
         if usage is None:
+            first.num_tokens = otherwise
             return
         self._prompts[0].num_tokens = usage.prompt_tokens
         self._prompts[0].cached_tokens = usage.cached_tokens
-        first = next(iter(self._choices.values()))
-        first.num_tokens, first.last_time = usage.completion_tokens, now
+        first.num_tokens = usage.completion_tokens
 
     def take(self, prompt_index: int, events: Sequence[TokenEvent]) -> None:
         """Note news."""

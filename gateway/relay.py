@@ -6,6 +6,7 @@ nothing is kept: it may begin anew until its first event has gone out, and ends 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,8 +20,15 @@ from headrace.gateway.delivery import Outlet
 from headrace.gateway.ledger import Hold
 from headrace.gateway.middleware import request_ids
 from headrace.gateway.relay_body import RelayedBody
-from headrace.gateway.relay_events import RelayedEvents, RelayedUsage, error_of, renamed
+from headrace.gateway.relay_events import (
+    RelayedEvents,
+    RelayedUsage,
+    error_of,
+    renamed,
+    usage_of,
+)
 from headrace.gateway.replica import Replica
+from headrace.gateway.text_prefix import estimated_tokens
 from headrace.gateway.trace_context import trace_of
 from headrace.gateway.upstream_errors import UpstreamFailed
 
@@ -34,12 +42,12 @@ _OUR_FAULT = (401, 403)
 
 
 class _Choice(msgspec.Struct, frozen=True):
-    finish_reason: str | None = None
+    finish_reason: Any = None
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    usage: RelayedUsage | None = None
-    choices: list[_Choice] = msgspec.field(default_factory=list)
+    usage: Any = None
+    choices: list[_Choice] | None = None
 
 
 class _Refusal(msgspec.Struct, frozen=True):
@@ -47,6 +55,7 @@ class _Refusal(msgspec.Struct, frozen=True):
     message: Any = None
 
 
+_CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _ANSWER = msgspec.json.Decoder(_Answer)
 _REFUSAL = msgspec.json.Decoder(_Refusal)
 
@@ -95,21 +104,26 @@ class Relay:
         if status >= 500 or (writer is not None and writer.started):
             raise RemoteError(_error_in(content, exchange))
         self.record.status, self.record.error_code = status, "upstream_refused"
-        kept = [
-            (name.encode(), exchange.headers[name].encode("latin-1"))
-            for name in ("retry-after",)
-            if name in exchange.headers
-        ]
+        self.record.relayed(RelayedUsage(), [])
+        seconds = _header_value(exchange.headers.get("retry-after", ""))
+        kept = [(b"retry-after", seconds)] if seconds else []
         await self._send_whole(status, content, exchange.content_type, kept)
 
     async def _whole(self, upstream: Upstream, exchange: Exchange) -> None:
+        writer = self.outlet.writer
+        if writer is not None and writer.started:
+            raise UpstreamFailed(f"replica '{upstream.id}' does not stream what began as a stream")
         content = await exchange.read_all(MAX_ANSWER_BYTES)
         try:
             answer = _ANSWER.decode(content)
         except msgspec.MsgspecError as error:
             raise UpstreamFailed(f"replica '{upstream.id}' answered no JSON object") from error
-        reasons = [choice.finish_reason for choice in answer.choices if choice.finish_reason]
-        self.record.relayed(answer.usage, reasons)
+        reasons = [choice.finish_reason for choice in answer.choices or ()]
+        self.record.relayed(
+            usage_of(answer.usage),
+            [reason for reason in reasons if isinstance(reason, str)],
+            otherwise=estimated_tokens(content),
+        )
         if upstream.upstream_model != self.record.model:
             content = renamed(content, *self._names(upstream))
         await self._send_whole(exchange.status, content, exchange.content_type)
@@ -123,26 +137,34 @@ class Relay:
             drop_usage=not self.body.wants_usage,
             rename=None if is_ours else self._names(upstream),
         )
-        while (piece := await exchange.read()) is not None:
-            hold.prefilled()
-            await self._pass_on(events, events.feed(piece))
-        await self._pass_on(events, events.finish())
-        if not events.is_done and events.error is None:
+        try:
+            while not events.is_done and (piece := await exchange.read()) is not None:
+                await self._pass_on(events, events.feed(piece), hold)
+            await self._pass_on(events, events.finish(), hold)
+        finally:
+            self.record.relayed(
+                events.usage,
+                events.finish_reasons,
+                otherwise=self.outlet.has_said * events.num_events,
+            )
+        if events.is_done:
+            await exchange.finish()
+        elif events.error is None:
             raise UpstreamFailed(f"replica '{upstream.id}' broke off")
 
-    async def _pass_on(self, events: RelayedEvents, whole: bytes) -> None:
+    async def _pass_on(self, events: RelayedEvents, whole: bytes, hold: Hold) -> None:
         outlet, record = self.outlet, self.record
         if events.error is not None and not outlet.has_said:
             raise RemoteError(events.error)
         if not whole:
             return
+        hold.prefilled()
         if not outlet.has_said:
             outlet.has_said = True
             record.first_token_at = record.state.clock.now()
         if events.error is not None:  # told by the event itself
             record.status, record.error_code = 502, events.error.code
         if events.is_done:
-            record.relayed(events.usage, events.finish_reasons)
             self.last += whole
         else:
             assert outlet.writer is not None
@@ -164,7 +186,7 @@ class Relay:
         self.outlet.has_said = True
         send = self.outlet.send
         headers = [
-            (b"content-type", content_type.encode("latin-1")),
+            (b"content-type", _header_value(content_type) or b"application/json"),
             (b"content-length", str(len(content)).encode()),
             *(more_headers or ()),
         ]
@@ -197,4 +219,11 @@ def _error_in(content: bytes, exchange: Exchange) -> ErrorInfo:
         refusal = _Refusal()
     error = refusal.error or refusal.message or f"the server behind answered {exchange.status}"
     seconds = exchange.headers.get("retry-after", "")
-    return error_of(error, exchange.status, float(seconds) if seconds.isdigit() else None)
+    status = exchange.status if exchange.status < 600 else 502
+    return error_of(error, status, float(seconds) if seconds.isdigit() else None)
+
+
+def _header_value(text: str) -> bytes:
+    """Return the bytes of another server's header; none where they could not stand in an answer of ours."""
+    value = text.encode("utf-8", "surrogateescape")
+    return b"" if _CONTROL.search(value) else value

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from headrace.errors import InvalidRequest
 from headrace.gateway.json_body import decode_body
 
 
@@ -27,6 +28,7 @@ class RelayedFields(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
 
 
+MAX_CHOICES = 128
 _FIELDS = msgspec.json.Decoder(RelayedFields)
 _TABLE = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _TRUE = msgspec.Raw(b"true")
@@ -71,4 +73,7 @@ class RelayedBody:
 
 def read_relayed(raw: bytes) -> RelayedBody:
     """Return the body with its fields. Raises InvalidRequest where it is no JSON object of theirs."""
-    return RelayedBody(raw, decode_body(raw, _FIELDS))
+    fields = decode_body(raw, _FIELDS)
+    if fields.n is not None and not 1 <= fields.n <= MAX_CHOICES:
+        raise InvalidRequest(f"n must be from 1 to {MAX_CHOICES}, got {fields.n}", param="n")
+    return RelayedBody(raw, fields)

@@ -7,7 +7,7 @@ is held until the rest is there, with a bound: a server that never ends an event
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -15,17 +15,20 @@ from headrace.errors import ErrorInfo
 from headrace.gateway.upstream_errors import UpstreamFailed
 
 MAX_EVENT_BYTES = 8 << 20
-_ENDS = (b"\n\n", b"\r\n\r\n")
+_ENDS = (b"\n\n", b"\n\r\n")
 _FINISH = re.compile(rb'"finish_reason":\s*"([a-z_]{1,32})"')
 _EVENTS = re.compile(rb"\r?\n\r?\n")
+_COMMENTS = re.compile(rb"(?::[^\n]*\n\r?\n)+")
 _DONE = b"[DONE]"
+_LAST = re.compile(rb"(?:^|[\r\n])data: ?\[DONE\]\s")
+_Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class RelayedUsage(msgspec.Struct, frozen=True):
     """The tokens that the other server counted."""
 
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
+    prompt_tokens: _Count = 0
+    completion_tokens: _Count = 0
     prompt_tokens_details: dict[str, Any] | None = None
 
     @property
@@ -36,7 +39,7 @@ class RelayedUsage(msgspec.Struct, frozen=True):
 
 class _Event(msgspec.Struct, frozen=True):
     choices: list[msgspec.Raw] | None = None
-    usage: RelayedUsage | None = None
+    usage: Any = None
     error: Any = None
 
 
@@ -54,6 +57,8 @@ class RelayedEvents:
         """What the other server says went wrong, once it has said so."""
         self.is_done = False
         """Whether the event that ends a stream has come."""
+        self.num_events = 0
+        """So many went out, about one per token: what counts where they say nothing of usage."""
         self._drop_usage = drop_usage
         self._renames = _renames(*rename) if rename else ()
         self._held: list[bytes] = []
@@ -63,14 +68,17 @@ class RelayedEvents:
         """Return the whole events that are complete now. Raises UpstreamFailed where one has no end."""
         if self._held or not piece.endswith(_ENDS):
             piece = self._complete(piece)
+        if not self.num_events and piece.startswith(b":"):
+            piece = _COMMENTS.sub(b"", piece, 1)  # a sign of life is no answer
         if b'"usage"' in piece or b'"error"' in piece:
             piece = self._inspect(piece)
         for theirs, ours in self._renames:
             piece = piece.replace(theirs, ours)
         if b'"finish_reason"' in piece:
             self.finish_reasons += [found.decode() for found in _FINISH.findall(piece)]
-        if piece.endswith(_ENDS) and piece.rstrip().endswith(_DONE):
+        if _DONE in piece and _LAST.search(piece):
             self.is_done = True
+        self.num_events += piece.count(b"\n\n") + piece.count(b"\n\r\n")
         return piece
 
     def finish(self) -> bytes:
@@ -79,7 +87,7 @@ class RelayedEvents:
 
     def _complete(self, piece: bytes) -> bytes:
         """Return the whole events of what is held and `piece`; hold the rest."""
-        seam = self._held[-1][-3:] if self._held else b""
+        seam = b"".join(self._held[-2:])[-2:]
         joined = seam + piece
         ends = [joined.rfind(end) + len(end) for end in _ENDS if end in joined]
         if not ends:
@@ -93,6 +101,8 @@ class RelayedEvents:
         return whole
 
     def _hold(self, piece: bytes) -> None:
+        if not piece:
+            return
         self._held.append(piece)
         self._held_bytes += len(piece)
         if self._held_bytes > MAX_EVENT_BYTES:
@@ -109,11 +119,19 @@ class RelayedEvents:
             if seen.error is not None:
                 self.error = error_of(seen.error, 502)
             if seen.usage is not None:
-                self.usage = seen.usage
-                if self._drop_usage and seen.choices == []:
+                self.usage = usage_of(seen.usage) or self.usage
+                if self._drop_usage and not seen.choices and seen.error is None:
                     continue
             kept.append(event + b"\n\n")
         return b"".join(kept)
+
+
+def usage_of(usage: Any) -> RelayedUsage | None:
+    """Return another server's usage object; None where it has none, or none that makes sense."""
+    try:
+        return msgspec.convert(usage, RelayedUsage)
+    except msgspec.ValidationError:
+        return None
 
 
 def _renames(theirs: bytes, ours: bytes) -> tuple[tuple[bytes, bytes], ...]:

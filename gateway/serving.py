@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from starlette.types import Send
 
+from headrace.errors import InvalidRequest
 from headrace.gateway.accounting import RequestRecord
 from headrace.gateway.admission import Ticket
 from headrace.gateway.answer import Answer
@@ -24,6 +25,7 @@ from headrace.gateway.entrance import (
 )
 from headrace.gateway.errors import JSONBytes
 from headrace.gateway.failover import with_failover
+from headrace.gateway.json_body import decode_body
 from headrace.gateway.relay import Relay
 from headrace.gateway.relay_body import RelayedBody
 from headrace.gateway.router import ModelGroup
@@ -34,6 +36,7 @@ from headrace.types import RoutingRequest, TicketView
 
 _UNBOUNDED_TOKENS = 1 << 20
 """Where a caller sets no bound and only the other server knows one."""
+_BODY = msgspec.json.Decoder(dict[str, Any])
 _INLINE_BYTES = 8 << 10
 """Shorter bodies are hashed at once: a thread would cost more."""
 
@@ -163,7 +166,10 @@ class Serving:
 
 def _hashed(raw: bytes, model: str, salt: str) -> tuple[tuple[bytes, ...], int]:
     """Return (digest chain, estimated tokens) of a body's prompt."""
-    text = canonical_prompt(msgspec.json.decode(raw))
+    try:
+        text = canonical_prompt(decode_body(raw, _BODY))
+    except RecursionError:
+        raise InvalidRequest("the body is nested too deeply") from None
     return text_prefix_hashes(text, model=model, salt=salt), estimated_tokens(text)
 
 

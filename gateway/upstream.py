@@ -7,6 +7,7 @@ the rest. Probes are hints: they tell when a server that failed may be tried aga
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Mapping
 from typing import NoReturn
 
@@ -25,6 +26,7 @@ from headrace.types import EngineStats, ModelCard, Progress
 
 _KEEPALIVE_SECONDS = 4.0
 """Below the 5 s after which common servers close an idle connection: theirs would race our request."""
+_FINISH_SECONDS = 0.05
 _PROBE_SECONDS = 1.0
 _PROBES_SKIPPED = 5
 """One of so many is sent while all is well."""
@@ -125,6 +127,16 @@ class Exchange:
                 )
             pieces.append(piece)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    async def finish(self) -> None:
+        """Read to the end of a body whose last event has come, so that its connection can serve again.
+
+        Not for long: what a server does after its last event is nothing to wait for.
+        """
+        with contextlib.suppress(TimeoutError, UpstreamFailed):
+            async with asyncio.timeout(_FINISH_SECONDS):
+                while await self.read() is not None:
+                    pass
 
     async def close(self) -> None:
         """End the exchange; one that is not over closes its connection, which tells the other server."""

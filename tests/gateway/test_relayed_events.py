@@ -43,6 +43,17 @@ def test_other_line_ends_and_a_missing_last_blank_line() -> None:
     assert events.is_done
 
 
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
+def test_an_event_goes_out_with_its_last_byte(line_end: bytes) -> None:
+    """S17: whatever ends its lines, byte after byte, an event is not held until the next one."""
+    events = RelayedEvents(drop_usage=True)
+    for each in (*STREAM[:3], DONE):
+        raw = each.replace(b"\n", line_end)
+        out = [events.feed(raw[place : place + 1]) for place in range(len(raw))]
+        assert out == [b""] * (len(raw) - 1) + [raw]
+    assert events.is_done
+
+
 def test_the_models_name_is_ours_and_texts_are_left_alone() -> None:
     said = 'say "model":"far" and "usage" and "error"'
     events = RelayedEvents(drop_usage=True, rename=(b'"far"', b'"near"'))

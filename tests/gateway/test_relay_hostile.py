@@ -1,0 +1,193 @@
+"""Other servers that do what no server should, and bodies that only look like requests."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+from gateway_relaying import ASK, CHAT, GOOD, STREAMED, ask, relaying, run
+
+from headrace.testing.fake_gateway import RawExchange, parse_events, until
+from headrace.testing.fake_upstream import (
+    DONE,
+    JSON,
+    USAGE,
+    FakeUpstream,
+    Received,
+    answers_json,
+    delta,
+    event,
+    streams,
+    whole,
+)
+
+MESSAGES = b'"messages":[{"role":"user","content":"hi"}]'
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        (b'{"n":2000000000,' + MESSAGES + b"}", "n must be from 1 to 128"),
+        (b'{"n":0,' + MESSAGES + b"}", "n must be from 1 to 128"),
+        (b'{"messages":[{"role":"user","content":"\xff"}]}', "UTF-8"),
+        (b'{"temperature":1e999,' + MESSAGES + b"}", "out of range"),
+        (b'{"messages":' + b"[" * 5000 + b"]" * 5000 + b"}", "nested too deeply"),
+    ],
+)
+def test_a_body_that_breaks_its_reader_is_refused_here(body: bytes, named: str) -> None:
+    """P02, O01: a choice too many costs memory here, before the other server can refuse it."""
+
+    async def main() -> None:
+        upstreams = FakeUpstream(), FakeUpstream()
+        async with relaying(*upstreams) as gateway:
+            answer = await ask(gateway, body)
+            assert answer.status == 400 and named in answer.json()["error"]["message"]
+            assert (await ask(gateway)).status == 200
+        assert sum(len(upstream.received) for upstream in upstreams) == 1
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    "usage",
+    [
+        {"usage": {"prompt_tokens": 5, "completion_tokens": 2}},
+        {"choices": None, "usage": {"prompt_tokens": 5}},
+        {"choices": [], "usage": {"prompt_tokens": None, "completion_tokens": "two"}},
+        {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": -1000000}},
+    ],
+)
+def test_no_form_of_usage_reaches_who_did_not_ask(usage: dict[str, Any]) -> None:
+    """S09: a client reads choices[0] of every chunk; and no usage takes tokens back from a limit."""
+
+    async def main() -> None:
+        told = streams(delta("x", finish_reason="stop"), event(usage), DONE)
+        async with relaying(FakeUpstream(told)) as gateway:
+            answer = await ask(gateway, STREAMED)
+            assert [len(chunk["choices"]) for chunk in parse_events(answer.body)[:-1]] == [1]
+            (finished,) = gateway.metrics.finished
+            assert finished.completion_tokens >= 0
+
+    run(main)
+
+
+@pytest.mark.parametrize("pause", [(), (30.0,)])
+def test_the_last_event_ends_a_stream_whatever_comes_behind(pause: tuple[float, ...]) -> None:
+    async def main() -> None:
+        last = DONE if pause else DONE + b": bye\n\n"
+        said = streams(delta("x", finish_reason="stop"), USAGE, last, *pause)
+        async with relaying(FakeUpstream(said)) as gateway:
+            began = time.monotonic()
+            answer = await ask(gateway, STREAMED)
+            assert time.monotonic() - began < 20
+            assert b"error" not in answer.body and answer.body.count(b"[DONE]") == 1
+
+    run(main)
+
+
+def test_a_sign_of_life_is_no_answer() -> None:
+    """S13: a comment during a long prefill does not bind the request to the replica that wrote it."""
+
+    async def main() -> None:
+        waits = FakeUpstream(streams(b": still here\n\n", 0.05, ends=False))
+        async with relaying(waits, FakeUpstream(GOOD)) as gateway:
+            for _ in range(2):
+                answer = await ask(gateway, STREAMED)
+                assert [part for part in parse_events(answer.body) if "error" in part] == []
+                assert b"still here" not in answer.body and answer.body.endswith(DONE)
+        assert len(waits.received) >= 1
+
+    run(main)
+
+
+def test_a_second_server_that_does_not_stream_tears_nothing() -> None:
+    async def main() -> None:
+        dies = FakeUpstream(streams(ends=False))
+        async with relaying(dies, FakeUpstream(answers_json(whole("hi")))) as gateway:
+            answers = [await ask(gateway, STREAMED) for _ in range(2)]
+            starts = [
+                sum(message["type"] == "http.response.start" for message in answer.sent)
+                for answer in answers
+            ]
+            assert starts == [1, 1]
+            torn = next(answer for answer in answers if b"error" in answer.body)
+            assert [event["error"]["code"] for event in parse_events(torn.body)] == [
+                "upstream_failed"
+            ]
+
+    run(main)
+
+
+@pytest.mark.parametrize("value", ["text/x; name=\u4f60", "text/x\x01"])
+def test_headers_of_theirs_cannot_break_an_answer(value: str) -> None:
+    async def odd(received: Received, writer: asyncio.StreamWriter) -> None:
+        lines = ["HTTP/1.1 400 X", f"content-type: {value}", f"retry-after: {value}"]
+        lines += ["set-cookie: a=b", "server: theirs", "content-length: 2"]
+        writer.write("\r\n".join(lines).encode() + b"\r\n\r\n{}")
+
+    async def main() -> None:
+        async with relaying(FakeUpstream(odd)) as gateway:
+            answer = await ask(gateway)
+            assert answer.status in (400, 502)
+            names = {
+                name
+                for message in answer.sent
+                if message["type"] == "http.response.start"
+                for name, _ in message["headers"]
+            }
+            assert not names & {b"set-cookie", b"server"}
+            sent = b"".join(value for m in answer.sent for _, value in m.get("headers", ()))
+            assert not any(byte < 32 for byte in sent)
+
+    run(main)
+
+
+def test_a_status_that_nobody_knows_is_a_failure_of_theirs() -> None:
+    async def main() -> None:
+        async with relaying(FakeUpstream(answers_json({}, status=999))) as gateway:
+            assert (await ask(gateway)).status == 502
+
+    run(main)
+
+
+def test_what_was_produced_counts_without_usage() -> None:
+    """O05: a caller who leaves before the usage comes has used what came."""
+
+    async def main() -> None:
+        produced = [delta("x") for _ in range(7)]
+        async with relaying(FakeUpstream(streams(*produced, 30.0))) as gateway:
+            exchange = RawExchange(gateway.app, CHAT, STREAMED).start()
+            await until(lambda: exchange.body.count(b"data:") == 7)
+            exchange.disconnect()
+            await exchange.finished()
+            (finished,) = gateway.metrics.finished
+            assert (finished.status, finished.completion_tokens) == (499, 7)
+
+    run(main)
+
+
+def test_a_refused_request_has_used_no_tokens() -> None:
+    async def main() -> None:
+        async with relaying(FakeUpstream(answers_json({}, status=422))) as gateway:
+            assert (await ask(gateway, {**ASK, "max_tokens": 9})).status == 422
+            (finished,) = gateway.metrics.finished
+            assert (finished.prompt_tokens, finished.completion_tokens) == (0, 0)
+
+    run(main)
+
+
+def test_an_answer_without_usage_is_counted_by_its_length() -> None:
+    async def plain(received: Received, writer: asyncio.StreamWriter) -> None:
+        raw = b'{"choices":[{"message":{"content":"' + b"word " * 200 + b'"}}]}'
+        head = f"HTTP/1.1 200 OK\r\n{JSON}\r\ncontent-length: {len(raw)}\r\n\r\n"
+        writer.write(head.encode() + raw)
+
+    async def main() -> None:
+        async with relaying(FakeUpstream(plain)) as gateway:
+            assert (await ask(gateway)).status == 200
+            (finished,) = gateway.metrics.finished
+            assert 100 < finished.completion_tokens < 1000
+
+    run(main)
