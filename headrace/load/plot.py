@@ -26,7 +26,7 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; width: 10
 .wide { overflow-x: auto }
 th, td { text-align: right; padding: .2rem .6rem; border-bottom: 1px solid var(--line); white-space: nowrap }
 th { font-weight: 600; color: var(--soft) } th:first-child, td:first-child { text-align: left }
-.plots { display: flex; flex-wrap: wrap; gap: 1rem } figure { margin: 0; flex: 1 1 26rem }
+.plots { display: flex; flex-wrap: wrap; gap: 1rem } figure { margin: 0; flex: 1 1 26rem; max-width: 31rem }
 figcaption { font-weight: 600; margin-bottom: .2rem } svg { width: 100%; height: auto; display: block }
 svg text { fill: var(--soft); font: 11px system-ui, sans-serif }
 .grid { stroke: var(--line) } .curve { fill: none; stroke-width: 2; stroke-linejoin: round }

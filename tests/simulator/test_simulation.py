@@ -1,0 +1,174 @@
+"""Simulations: the same bytes each time and step by step, in the order of time, with real policies."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from headrace.config import Choice, load_config
+from headrace.load.report import ServiceLevel
+from headrace.plugins.manager import create_plugin_manager
+from headrace.plugins.registry import Registries
+from headrace.simulator.figures import figures
+from headrace.simulator.hardware import analytic
+from headrace.simulator.outcomes import Outcomes
+from headrace.simulator.simulation import Setup, engine_settings, simulate
+from headrace.simulator.trace import Trace, TraceRequest, in_order
+from headrace.simulator.workloads import WORKLOADS, generate
+
+LEVEL = ServiceLevel(ttft=1.0, tpot=0.1)
+
+
+def make_setup(
+    *,
+    replicas: int = 1,
+    num_blocks: int | None = None,
+    policies: dict[str, Choice] | None = None,
+    **engine: Any,
+) -> Setup:
+    flags = {f"models.0.engine.{name}": value for name, value in engine.items()}
+    loaded = load_config(None, flags=flags, environ={})
+    hardware = analytic("h200", "llama-3.1-8b")
+    settings, most = engine_settings(loaded.config, hardware, loaded.origins)
+    registries = Registries.from_manager(create_plugin_manager(discover=False))
+    return Setup(
+        loaded.config,
+        hardware,
+        settings,
+        num_blocks or most,
+        registries,
+        replicas=replicas,
+        choices=policies or {},
+    )
+
+
+def report(outcomes: Outcomes) -> str:
+    return json.dumps(figures(outcomes, "run", LEVEL))
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("policy", ["fcfs", "slo"])
+def test_runs_of_equal_steps_give_the_bytes_of_single_steps(name: str, policy: str) -> None:
+    setup = make_setup(policies={"scheduling": Choice(policy)})
+    trace = generate(name, num_requests=40, seed=3).faster(4).with_targets(1.0, 0.05)
+    whole = report(simulate(setup, trace))
+    assert whole == report(simulate(replace(setup, is_step_by_step=True), trace))
+    assert whole == report(simulate(setup, trace))
+
+
+ADMISSION = {
+    "unlimited": Choice("unlimited"),
+    "kv_footprint": Choice("kv_footprint"),
+}
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("admission", ADMISSION)
+def test_replicas_beside_each_other_keep_the_order_of_time(seed: int, admission: str) -> None:
+    """Whatever waits, is preempted or let in late: three replicas with pools that are too small."""
+    rng = random.Random(seed)
+    routing = rng.choice(["prefix_hash", "least_loaded", "round_robin", "cost"])
+    scheduling = rng.choice(["fcfs", "priority", "fair_share", "deficit_prefix"])
+    setup = make_setup(
+        replicas=3,
+        num_blocks=160,
+        max_num_sequences=6,
+        policies={
+            "routing": Choice(routing),
+            "scheduling": Choice(scheduling),
+            "admission": ADMISSION[admission],
+        },
+    )
+    trace = generate("multi-round", num_requests=120, seed=seed, rate=60)
+    whole = simulate(setup, trace)
+    assert whole.policy_failures == []
+    assert report(whole) == report(simulate(replace(setup, is_step_by_step=True), trace))
+    served = figures(whole, "run", LEVEL)
+    assert served["served"] + sum(served["refused"].values()) == 120
+
+
+def test_a_request_takes_what_the_formula_says() -> None:
+    setup = make_setup()
+    seconds = setup.hardware.step_time.seconds
+    outcomes = simulate(setup, Trace("one", [TraceRequest(0.0, 100, 3)]))
+    first = seconds(100, 1, 100)
+    assert outcomes.first_token_at[0] == pytest.approx(first)
+    assert outcomes.end_at[0] == pytest.approx(first + seconds(0, 1, 101) + seconds(0, 1, 102))
+
+
+def test_prompts_that_begin_alike_are_found_in_the_cache_and_others_are_not() -> None:
+    requests = [
+        TraceRequest(0.0, 1100, 2, (1, 2, 3)),
+        TraceRequest(5.0, 1100, 2, (1, 2, 4)),
+        TraceRequest(10.0, 1100, 2, (7, 2, 3)),
+        TraceRequest(15.0, 1100, 2),
+        TraceRequest(20.0, 1100, 2),
+    ]
+    outcomes = simulate(make_setup(), Trace("prefixes", requests))
+    assert list(outcomes.cached_tokens) == [0, 1024, 0, 0, 0]
+
+
+def test_what_can_never_be_served_is_refused_and_harms_nobody() -> None:
+    requests = [TraceRequest(0.0, 200_000, 2), TraceRequest(0.0, 10, 2)]
+    outcomes = simulate(make_setup(), Trace("long", requests))
+    assert outcomes.refusals == {0: "context_length_exceeded"}
+    assert outcomes.end_at[1] > 0
+
+
+def test_a_full_queue_refuses() -> None:
+    setup = make_setup(max_queued_requests=2, max_num_sequences=1)
+    requests = [TraceRequest(0.001 * number, 100, 50) for number in range(6)]
+    outcomes = simulate(setup, Trace("queue", requests))
+    assert len(outcomes.refusals) == 3
+
+
+def test_a_policy_that_fails_is_replaced_as_in_a_server_and_named() -> None:
+    class Broken:
+        name = "broken"
+
+        def rank_waiting(self, waiting: Any, view: Any) -> Any:
+            raise ValueError("no idea")
+
+        def choose_victim(self, running: Any, view: Any) -> Any:
+            return running[0]
+
+        def prefill_budget(self, view: Any) -> int:
+            return int(view.token_budget)
+
+    setup = make_setup()
+    setup.registries.of("scheduling").add(Broken, "test")
+    chosen = replace(setup, choices={"scheduling": Choice("broken")})
+    outcomes = simulate(chosen, generate("burst", num_requests=20, seed=0))
+    assert not any(end != end for end in outcomes.end_at)
+    [failure] = outcomes.policy_failures
+    assert "'broken' failed 3 of" in failure and "no idea" in failure
+
+
+def test_a_thousand_replicas() -> None:
+    setup = make_setup(replicas=1000)
+    trace = generate("sharegpt-like", num_requests=60, seed=0)
+    outcomes = simulate(setup, trace)
+    assert not any(end != end for end in outcomes.end_at)
+
+
+def test_one_more_replica_serves_an_overload_sooner() -> None:
+    trace = generate("burst", num_requests=200, seed=1, rate=60)
+    ttfts = [
+        figures(simulate(make_setup(replicas=count), trace), "run", LEVEL)["latency_seconds"]["ttft"]
+        for count in (1, 2)
+    ]
+    assert ttfts[1]["p90"] < 0.7 * ttfts[0]["p90"]
+
+
+def test_the_jain_index_says_who_got_how_much() -> None:
+    even = [TraceRequest(0.0, 64, 2000, tenant=name) for name in "ab"]
+    [setup] = [make_setup()]
+    figure = figures(simulate(setup, in_order("even", even)), "run", LEVEL)
+    assert figure["jain_index"] == pytest.approx(1.0, abs=0.02)
+    uneven = [TraceRequest(0.0, 64, 2000, tenant="a") for _ in range(3)] + even[1:]
+    figure = figures(simulate(setup, in_order("uneven", uneven)), "run", LEVEL)
+    assert figure["jain_index"] == pytest.approx(16 / 20, abs=0.03)
