@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import structlog
@@ -46,6 +46,13 @@ class UnknownReplica(RequestError):
     http_status = 404
 
 
+class ReplicaIsLeaving(RequestError):
+    """The replica is being taken out or started again, and that goes on."""
+
+    code = "replica_is_leaving"
+    http_status = 409
+
+
 class Fleet:
     """The replicas of one gateway. Every method belongs to its event loop."""
 
@@ -55,6 +62,8 @@ class Fleet:
         self._make = make
         self._texts = texts
         self._numbers: dict[str, int] = {}
+        self._orders: dict[Replica, Literal["remove", "restart"]] = {}
+        """What becomes of replicas that finish what they run."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
         for index, model in enumerate(config.models):
@@ -113,23 +122,43 @@ class Fleet:
         return replica
 
     def resume(self, replica_id: str) -> Replica:
-        """Send a drained replica requests again. Raises UnknownReplica."""
+        """Send a drained replica requests again. Raises UnknownReplica or ReplicaIsLeaving."""
         replica = self.find(replica_id)
+        self._check_stays(replica, "remove", "restart")
         replica.is_draining = False
         _logger.info("replica serves again", replica=replica_id)
         return replica
 
     def remove(self, replica_id: str) -> Replica:
-        """Drain a replica, then stop it and forget it. Raises UnknownReplica."""
-        replica = self.drain(replica_id)
-        self._spawn(self._take_out(replica, None))
-        return replica
+        """Drain a replica, then stop it and forget it, whatever was ordered before.
+
+        Raises UnknownReplica.
+        """
+        return self._order(self.find(replica_id), "remove")
 
     def restart(self, replica_id: str) -> Replica:
-        """Drain a replica, then start it anew under the same id. Raises UnknownReplica."""
-        replica = self.drain(replica_id)
-        self._spawn(self._take_out(replica, lambda: self._again(replica)))
+        """Drain a replica, then start it anew under the same id.
+
+        Raises UnknownReplica, or ReplicaIsLeaving where it is being removed.
+        """
+        replica = self.find(replica_id)
+        self._check_stays(replica, "remove")
+        return self._order(replica, "restart")
+
+    def _order(self, replica: Replica, order: Literal["remove", "restart"]) -> Replica:
+        self.drain(replica.id)
+        if replica not in self._orders:
+            self._spawn(self._take_out(replica))
+        self._orders[replica] = order
         return replica
+
+    def _check_stays(self, replica: Replica, *orders: str) -> None:
+        order = self._orders.get(replica)
+        if order in orders:
+            raise ReplicaIsLeaving(
+                f"the replica '{replica.id}' waits for its requests and then comes the {order} that "
+                "was ordered; add another one instead"
+            )
 
     def find(self, replica_id: str) -> Replica:
         """Return a replica. Raises UnknownReplica."""
@@ -147,7 +176,7 @@ class Fleet:
         for index, old in enumerate(self._config.models):
             if old.name in models:
                 wanted = models[old.name].replica_entries
-                missing, surplus = _difference(self._serving(old.name), wanted)
+                missing, surplus = _difference(self._staying(old.name), wanted)
                 plans.append((old.name, self._made(index, missing), surplus))
         for model, new, surplus in plans:
             self._install(model, new)
@@ -170,8 +199,11 @@ class Fleet:
         _logger.info("configuration read again", **msgspec.to_builtins(outcome))
         return outcome
 
-    def _serving(self, model: str) -> list[Replica]:
-        return [each for each in self._router.resolve(model).replicas if not each.is_draining]
+    def _staying(self, model: str) -> list[Replica]:
+        """Return the replicas that are not being removed; those that serve now first."""
+        replicas = self._router.resolve(model).replicas
+        staying = [each for each in replicas if self._orders.get(each) != "remove"]
+        return sorted(staying, key=lambda replica: replica.is_draining)
 
     # --- the work behind --------------------------------------------------------
 
@@ -206,17 +238,16 @@ class Fleet:
         if reason is not None:
             _logger.error("replica cannot start", replica=replica.id, reason=reason)
 
-    async def _take_out(self, replica: Replica, successor: Callable[[], Replica] | None) -> None:
-        """Wait for what a replica runs, stop it, and put its successor in its place."""
+    async def _take_out(self, replica: Replica) -> None:
+        """Wait for what a replica runs, stop it, and put a new one in its place where one is ordered."""
         ledger = self._router.ledger
         grace = self._config.gateway.grace_period
         was_idle = await until_idle(lambda: ledger.load(replica.id).num_requests, grace)
-        if self._router.find(replica.id) is not replica:
-            return  # taken out by another order
+        order = self._orders.pop(replica)
         others = [
             each for each in self._router.resolve(replica.model_name).replicas if each != replica
         ]
-        following = [] if successor is None else [successor()]
+        following = [self._again(replica)] if order == "restart" else []
         self._router.set_replicas(replica.model_name, [*others, *following])
         await replica.client.close()
         _logger.info("replica stopped", replica=replica.id, finished=was_idle)
@@ -262,10 +293,10 @@ class Fleet:
 
 
 def _difference(
-    serving: Sequence[Replica], wanted: Sequence[ReplicaEntry]
+    there: Sequence[Replica], wanted: Sequence[ReplicaEntry]
 ) -> tuple[list[ReplicaEntry], list[Replica]]:
-    """Return (entries that nothing serves yet, replicas that nothing asks for)."""
-    surplus = list(serving)
+    """Return (entries without a replica, replicas that nothing asks for)."""
+    surplus = list(there)
     missing = []
     for entry in wanted:
         match = next((each for each in surplus if each.entry == entry), None)

@@ -330,7 +330,7 @@ class Upstream:
                     await response.stream.aclose()  # type: ignore[union-attr]
         except TimeoutError:
             return f"no answer to GET /v1/models within {self.entry.connect_timeout:g} s"
-        except (httpx.HTTPError, aiohttp.ClientError, OSError) as error:
+        except (httpx.HTTPError, aiohttp.ClientError, OSError, ValueError) as error:
             return f"GET /v1/models: {error}"
         if response.status_code >= 500 or response.status_code in (401, 403):
             return f"GET /v1/models answers {response.status_code}"

@@ -65,6 +65,8 @@ def url_problem(url: str) -> str | None:
         _ = parts.port
     except ValueError as error:
         return f"{show(url)} is no URL: {error}"
+    if any(character <= " " or character == "\x7f" for character in url):
+        return f"must have no spaces or control characters, got {show(url)}"
     if parts.scheme not in ("http", "https") or not parts.hostname:
         return f"must start with http:// or https:// and name a host, got {show(url)}"
     if parts.username is not None or parts.query or parts.fragment:

@@ -46,6 +46,8 @@ WRONG_REPLICAS = [
     ),
     ("{kind: http}", "models.0.replicas.0.url: is missing; a replica of kind http needs one"),
     ("{kind: http, url: ftp://x}", "must start with http:// or https:// and name a host"),
+    ('{kind: http, url: "http://a b"}', "must have no spaces or control characters"),
+    ('{kind: http, url: "http://x\\x01y"}', "must have no spaces or control characters"),
     ("{kind: http, url: 'http://u@h'}", "must have no user, query or fragment"),
     ("{kind: http, url: 'http://h:99999'}", "is no URL"),
     (

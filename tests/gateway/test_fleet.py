@@ -100,6 +100,55 @@ def test_replicas_are_added_drained_resumed_and_removed() -> None:
     run(main)
 
 
+async def start_long(it: Managed) -> RawExchange:
+    """Return a request that runs on the first replica until that may step."""
+    it.made[0].may_step.clear()
+    running = it.ask(stream=True)
+    await until(lambda: it.made[0].requests)
+    return running
+
+
+def test_reading_the_same_file_again_changes_nothing() -> None:
+    """A replica that an operator drained or that is being restarted is one of the file's."""
+
+    async def main(it: Managed) -> None:
+        await it.call("POST", "/admin/replicas/tiny-1/drain")
+        running = await start_long(it)
+        await it.call("POST", "/admin/replicas/tiny-0/restart")
+        again = await it.call("POST", "/admin/reload")
+        assert again.json() == {"added": [], "removed": [], "needs_restart": []}
+        it.made[0].may_step.set()
+        await running.finished()
+        await until(lambda: len(it.made) == 3 and it.gateway.router.replicas()[-1].is_ready)
+        assert await it.ids() == {"tiny-1": "draining", "tiny-0": "ready"}
+        fewer = ModelConfig(name="tiny", replicas=(ReplicaEntry(),))
+        it.next_config = msgspec.structs.replace(it.config, models=(fewer,))
+        assert (await it.call("POST", "/admin/reload")).json()["removed"] == ["tiny-1"]
+
+    run(main)
+
+
+def test_of_two_orders_removal_counts() -> None:
+    async def main(it: Managed) -> None:
+        running = await start_long(it)
+        one = "/admin/replicas/tiny-0"
+        assert (await it.call("POST", f"{one}/restart")).status == 202
+        assert (await it.call("POST", f"{one}/restart")).status == 202
+        assert (await it.call("POST", f"{one}/resume")).status == 409
+        assert (await it.call("DELETE", one)).status == 202
+        assert (await it.call("DELETE", one)).status == 202
+        for refused in ("restart", "resume"):
+            answer = await it.call("POST", f"{one}/{refused}")
+            assert (answer.status, answer.json()["error"]["code"]) == (409, "replica_is_leaving")
+        it.made[0].may_step.set()
+        assert (await running.finished()).status == 200
+        await until(lambda: it.made[0].state == "stopped")
+        assert await it.ids() == {"tiny-1": "ready"}
+        assert len(it.made) == 2
+
+    run(main)
+
+
 @pytest.mark.parametrize("how", ["DELETE", "restart"])
 def test_what_runs_there_finishes_first(how: str) -> None:
     async def main(it: Managed) -> None:

@@ -9,6 +9,10 @@ from typing import Any
 import pytest
 from gateway_relaying import ASK, CHAT, GOOD, STREAMED, ask, relaying, run
 
+from headrace.clock import SystemClock
+from headrace.config import ReplicaEntry
+from headrace.gateway.breaker import CircuitBreaker
+from headrace.gateway.upstream import Upstream
 from headrace.testing.fake_gateway import RawExchange, parse_events, until
 from headrace.testing.fake_upstream import (
     DONE,
@@ -189,5 +193,20 @@ def test_an_answer_without_usage_is_counted_by_its_length() -> None:
             assert (await ask(gateway)).status == 200
             (finished,) = gateway.metrics.finished
             assert 100 < finished.completion_tokens < 1000
+
+    run(main)
+
+
+def test_a_host_that_cannot_be_one_is_a_failed_probe() -> None:
+    """Whatever resolving a name raises, the gateway goes on and the other replicas serve."""
+
+    async def main() -> None:
+        async with relaying(FakeUpstream()) as gateway:
+            entry = ReplicaEntry(kind="http", url=f"http://{'a' * 300}.example")
+            odd = Upstream("odd", "tiny", entry, CircuitBreaker(), clock=SystemClock())
+            await odd.start()
+            assert odd.state == "starting" and odd.failure is not None
+            await odd.close()
+            assert (await ask(gateway)).status == 200
 
     run(main)
