@@ -1,0 +1,1 @@
+"""Kernel factories: each takes what to specialise for and returns a `KernelSource`."""
