@@ -89,7 +89,7 @@ class GenerationEndpoint(Generic[Body]):
         caller = Caller(record.request_id, record.started_at, identity_of(scope), session_of(scope))
         headers = relayed_headers(scope) if state.router.has_upstream else {}
         serving = Serving(state, record, ticket, arrival, caller, headers, send)
-        await until_disconnected(receive, lambda: self._answer(serving, raw))
+        await until_disconnected(scope, receive, lambda: self._answer(serving, raw))
 
     async def _answer(self, serving: Serving, raw: bytes) -> None:
         state, caller = self.state, serving.caller

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from asyncio import TimerHandle
+from collections.abc import Callable
 from typing import Any
 
 import httptools
@@ -25,6 +26,7 @@ from headrace.gateway.corked import CorkedTransport
 from headrace.gateway.errors import error_object
 from headrace.gateway.middleware import HANG_UP
 from headrace.gateway.surplus import Surplus
+from headrace.gateway.tasks import WATCH_CLIENT
 
 MAX_HEAD_BYTES = 256 << 10
 """Of request line and headers. What is read at once with their beginning or their end is not counted."""
@@ -63,6 +65,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._num_heads = 0
         self._is_head_open = False
         self._head_bytes = 0
+        self._on_leave: Callable[[], None] | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(CorkedTransport(transport, self.loop))
@@ -99,6 +102,7 @@ class HttpProtocol(HttpToolsProtocol):
             raise ValueError(message)  # ends the parsing
         super().on_headers_complete()
         self.scope[HANG_UP] = functools.partial(self._hang_up, self.cycle)  # type: ignore[literal-required]
+        self.scope[WATCH_CLIENT] = functools.partial(self._watch_client, self.cycle)  # type: ignore[literal-required]
         self._start_receiving()
 
     def on_body(self, body: bytes) -> None:
@@ -123,6 +127,24 @@ class HttpProtocol(HttpToolsProtocol):
         if self._stall_timer is not None:
             self._stall_timer.cancel()
         self._stop_receiving()
+        if self._on_leave is not None:
+            self._on_leave()
+
+    def _watch_client(
+        self, cycle: RequestResponseCycle, leave: Callable[[], None]
+    ) -> Callable[[], None]:
+        """Have `leave` called once the connection ends; return what ends the watch.
+
+        One request of a connection is served at a time, so there is one watch.
+        """
+        self._on_leave = leave
+        self.flow.resume_reading()  # the end is read, too
+        if cycle.disconnected:
+            self.loop.call_soon(leave)
+        return self._forget_client
+
+    def _forget_client(self) -> None:
+        self._on_leave = None
 
     def _start_receiving(self) -> None:
         """Something is expected from the client: the time it has for that begins."""

@@ -5,28 +5,33 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from starlette.types import Receive
+from starlette.types import Receive, Scope
 
 from headrace.errors import RequestAborted
 
+WATCH_CLIENT = "headrace.watch_client"
+"""Where the scope has what takes a function to be called once the client leaves, and returns what ends the
+watch. Without it a task of its own waits for the disconnect."""
 
-async def until_disconnected(receive: Receive, work: Callable[[], Awaitable[None]]) -> None:
+
+async def until_disconnected(
+    scope: Scope, receive: Receive, work: Callable[[], Awaitable[None]]
+) -> None:
     """Run `work`; where the client leaves first, cancel it and raise RequestAborted.
 
     `receive` must have given the whole body already: what comes next is the disconnect.
     """
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    task = asyncio.current_task()
     assert task is not None
     is_running, has_left = True, False
 
-    def leave(watch: asyncio.Task[None]) -> None:
+    def leave() -> None:
         nonlocal has_left
-        if is_running and not watch.cancelled():
+        if is_running:
             has_left = True
             task.cancel()
 
-    watch = loop.create_task(_watch(receive))
-    watch.add_done_callback(leave)
+    end_watch = _watch(scope, receive, leave)
     try:
         await work()
     except asyncio.CancelledError:
@@ -35,10 +40,19 @@ async def until_disconnected(receive: Receive, work: Callable[[], Awaitable[None
         raise
     finally:
         is_running = False
-        watch.cancel()
+        end_watch()
 
 
-async def _watch(receive: Receive) -> None:
+def _watch(scope: Scope, receive: Receive, leave: Callable[[], None]) -> Callable[[], object]:
+    watch: Callable[[Callable[[], None]], Callable[[], object]] | None = scope.get(WATCH_CLIENT)
+    if watch is not None:
+        return watch(leave)
+    task = asyncio.get_running_loop().create_task(_disconnected(receive))
+    task.add_done_callback(lambda ended: None if ended.cancelled() else leave())
+    return task.cancel
+
+
+async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
