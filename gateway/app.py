@@ -11,6 +11,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from headrace.errors import ErrorInfo, RemoteError
 from headrace.gateway.auth import Guarded
@@ -129,7 +130,7 @@ def _small_operations(state: GatewayState) -> list[Operation]:
     ]
 
 
-def create_app(state: GatewayState, more: Sequence[Operation] = ()) -> Starlette:
+def create_app(state: GatewayState, more: Sequence[Operation] = ()) -> ExactPaths:
     """Return the gateway as an ASGI application, with `more` operations on the same port.
 
     It owns nothing: the server starts and stops `state`.
@@ -141,12 +142,17 @@ def create_app(state: GatewayState, more: Sequence[Operation] = ()) -> Starlette
     return application(state, table)
 
 
-def application(state: GatewayState, table: Sequence[Operation]) -> Starlette:
+def application(state: GatewayState, table: Sequence[Operation]) -> ExactPaths:
     """Return an application of these operations, each behind the check of who may use it."""
     sample_ratio = state.tracing.sample_ratio if state.tracing is not None else None
     guarded = [Guarded(each.endpoint, state.authenticator, each.access) for each in table]
+    layers = [
+        Middleware(RequestIdMiddleware, sample_ratio),
+        *_cors(state),
+        Middleware(ErrorMiddleware),
+    ]
     exact = {
-        (each.method, each.path): endpoint
+        (each.method, each.path): _behind(layers, endpoint)
         for each, endpoint in zip(table, guarded, strict=True)
         if "{" not in each.path
     }
@@ -155,16 +161,18 @@ def application(state: GatewayState, table: Sequence[Operation]) -> Starlette:
             Route(each.path, endpoint, methods=[each.method])
             for each, endpoint in zip(table, guarded, strict=True)
         ],
-        middleware=[
-            Middleware(RequestIdMiddleware, sample_ratio),
-            *_cors(state),
-            Middleware(ErrorMiddleware),
-            Middleware(ExactPaths, exact),
-        ],
+        middleware=layers,
         exception_handlers={HTTPException: _http_error},
     )
     app.router.redirect_slashes = False  # it would send clients to whatever their Host header says
-    return app
+    return ExactPaths(app, exact)
+
+
+def _behind(layers: Sequence[Middleware], endpoint: ASGIApp) -> ASGIApp:
+    """Return an endpoint with every layer of middleware before it, the first outermost."""
+    for layer in reversed(layers):
+        endpoint = layer.cls(endpoint, *layer.args, **layer.kwargs)
+    return endpoint
 
 
 def _cors(state: GatewayState) -> list[Middleware]:

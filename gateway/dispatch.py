@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -50,7 +51,7 @@ async def run_requests(state: GatewayState, placements: Sequence[Placement], sin
     failure ends all. Leaving a stream early aborts its request.
     """
     pending = set(range(len(placements)))
-    all_accepted = anyio.Event()
+    all_accepted = asyncio.Event()
 
     async def run_one(index: int, placement: Placement) -> None:
         async def on(replica: Replica, hold: Hold) -> None:
@@ -62,7 +63,8 @@ async def run_requests(state: GatewayState, placements: Sequence[Placement], sin
                     if not pending:
                         await sink.accepted()
                         all_accepted.set()
-                await all_accepted.wait()
+                if pending:
+                    await all_accepted.wait()
                 async for news in events:
                     hold.prefilled()
                     await sink.take(index, news)

@@ -92,6 +92,8 @@ async def admit_call(
 ) -> list[Placement]:
     """Wait until a parsed call may come in. Raises the refusal."""
     routing = [routing_request(state, request, call.session) for request in call.requests]
+    if state.admission.is_open:
+        return [Placement(*each) for each in zip(call.requests, routing, strict=True)]
     most = call.num_choices * sum(each.sampling.max_tokens or 0 for each in call.requests)
     view = parsed_view(arrival, call.card.name, routing, most)
     predict = state.admission.expected_output.predict

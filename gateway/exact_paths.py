@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from starlette.applications import Starlette
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 
@@ -12,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 class ExactPaths:
     """Answers (method, path) that it knows; everything else is the router's."""
 
-    app: ASGIApp
+    app: Starlette
     endpoints: Mapping[tuple[str, str], ASGIApp]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

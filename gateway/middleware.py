@@ -7,7 +7,7 @@ because proxies retry with the same header while the first try still runs.
 from __future__ import annotations
 
 import re
-import uuid
+import secrets
 from dataclasses import dataclass
 
 import structlog
@@ -52,7 +52,7 @@ class RequestIdMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        internal = uuid.uuid4().hex
+        internal = secrets.token_hex(16)
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
         ids = RequestIds(internal, given if _ECHOED.fullmatch(given) else internal.encode())
         scope["headrace.ids"] = ids
@@ -74,8 +74,11 @@ class RequestIdMiddleware:
             bound["client_request_id"] = ids.echoed.decode("ascii")
         if trace is not None:
             bound["trace_id"] = trace.trace_id
-        with structlog.contextvars.bound_contextvars(**bound):
+        before = structlog.contextvars.bind_contextvars(**bound)
+        try:
             await self.app(scope, receive, send_with_id)
+        finally:
+            structlog.contextvars.reset_contextvars(**before)
 
 
 class ErrorMiddleware:

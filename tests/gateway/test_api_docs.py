@@ -31,7 +31,7 @@ def test_fields(name: str) -> None:
 
 
 def test_paths() -> None:
-    routes = [route for route in FakeGateway().app.routes if isinstance(route, Route)]
+    routes = [route for route in FakeGateway().app.app.routes if isinstance(route, Route)]
     assert len(routes) >= 9
     for route in routes:
         (method,) = (route.methods or set()) - {"HEAD"}

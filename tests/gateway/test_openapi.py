@@ -105,7 +105,7 @@ def test_every_route_is_described() -> None:
     }
     routes = {
         (method, route.path.replace(":path", ""))
-        for route in GATEWAYS["open"].app.routes
+        for route in GATEWAYS["open"].app.app.routes
         if isinstance(route, Route)
         for method in (route.methods or set()) - {"HEAD"}
     }
