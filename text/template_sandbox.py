@@ -94,11 +94,15 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         """Return a function that renders `source`. TemplateError where it is no valid template."""
         syntax: nodes.Template = _StepCounter().visit(self.parse(source))
         template = self.from_string(syntax)
+        names = dict(template.globals)
 
         def render(variables: Mapping[str, Any]) -> str:
             self._running.steps = 0
             self._running.deadline = self._clock() + self._limits.max_seconds
-            return template.render(variables)
+            context = self.context_class(
+                self, {**names, **variables}, template.name, template.blocks
+            )
+            return self.concat(template.root_render_func(context))
 
         return render
 

@@ -181,6 +181,8 @@ def check_token_ids(request: GenerationRequest, vocab_size: int) -> None:
         ("stop_token_ids", sampling.stop_token_ids),
     )
     for param, ids in groups:
+        if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
+            continue
         for token_id in ids:
             if not 0 <= token_id < vocab_size:
                 raise InvalidRequest(
