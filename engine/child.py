@@ -65,6 +65,7 @@ class ChildProcess:
         self._process = process
         self._reader, self._writer = streams
         self._output = output
+        self._unsent: list[bytes] = []
 
     @classmethod
     async def spawn(cls, command: Sequence[str], on_line: Callable[[str], None]) -> ChildProcess:
@@ -103,9 +104,20 @@ class ChildProcess:
         return "\n".join(self._output.tail)
 
     def send(self, frame: ToEngine) -> None:
-        """Queue a frame for the process; nothing happens where it is gone."""
-        if not self._writer.is_closing():
-            self._writer.write(encode_frame(frame))
+        """Queue a frame for the process; nothing happens where it is gone.
+
+        What is sent within one turn of the event loop goes out in one system call.
+        """
+        data = encode_frame(frame)
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._unsent.append(data)
+
+    def _flush(self) -> None:
+        data = b"".join(self._unsent)
+        self._unsent.clear()
+        if data and not self._writer.is_closing():
+            self._writer.write(data)
 
     async def receive(self) -> FromEngine | None:
         """Wait for the next frame; None once the process is gone."""
@@ -125,6 +137,7 @@ class ChildProcess:
 
     async def close(self) -> None:
         """Kill the process and its own children if they still run, reap it, close every descriptor."""
+        self._flush()
         await _end(self._process)
         self._writer.close()
         with contextlib.suppress(OSError):
