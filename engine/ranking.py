@@ -12,6 +12,7 @@ from headrace.engine.kv_cache import KVCache
 from headrace.engine.sequence import Sequence
 from headrace.interfaces import SchedulingPolicy
 from headrace.types import SchedulerView
+from headrace.types.views import set_fact
 
 RANK_INTERVAL_SECONDS = 0.05
 """A policy that does not say when to ask again is asked at this interval while a slot is free and the
@@ -81,7 +82,8 @@ class Ranking:
         for sequence in waiting:
             if sequence.num_cached_tokens is None and num_publications != self._num_publications:
                 hits = len(self._kv_cache.cached_blocks(sequence))
-                sequence.view.num_cached_tokens = hits * self._kv_cache.block_size
+                num_cached_tokens = hits * self._kv_cache.block_size
+                set_fact(sequence.view, "num_cached_tokens", num_cached_tokens)
         self._num_publications = num_publications
 
 

@@ -11,6 +11,8 @@ room for the growth of the others is left, twice as much each time.
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 from headrace.engine.batch import BatchPlan, PlannedSequence
 from headrace.engine.chunks import bound_by_scoring, decodes, in_turn, planned, planned_decode
 from headrace.engine.kv_cache import KVCache
@@ -19,6 +21,7 @@ from headrace.engine.sequence import Family, Sequence, Status
 from headrace.interfaces import SchedulingPolicy
 from headrace.step_time import StepTimeModel
 from headrace.types import EngineSettings, SchedulerView, TenantService
+from headrace.types.views import set_fact
 
 MAX_RANK_PREEMPTIONS = 3
 """How often a sequence is taken back for one of higher priority; after that it keeps its place."""
@@ -62,7 +65,7 @@ class Scheduler:
             prefilling=0,
             num_free_blocks=0,
             num_blocks=kv_cache.pool.num_blocks,
-            tenants=self.tenants,
+            tenants=MappingProxyType(self.tenants),
             step_seconds=step_time.predict,
             running=lambda: [sequence.refresh_view() for sequence in self.running],
         )
@@ -81,9 +84,8 @@ class Scheduler:
     def add(self, family: Family) -> None:
         leader = family.leader
         self.num_pending += len(family.sequences) - 1
-        leader.view.num_cached_tokens = (
-            len(self.kv_cache.cached_blocks(leader)) * self.kv_cache.block_size
-        )
+        num_cached_tokens = len(self.kv_cache.cached_blocks(leader)) * self.kv_cache.block_size
+        set_fact(leader.view, "num_cached_tokens", num_cached_tokens)
         self._enqueue(leader)
 
     def remove(self, sequence: Sequence, *, are_rows_valid: bool = True) -> None:
@@ -227,16 +229,17 @@ class Scheduler:
         return next(sequence for sequence in candidates if sequence.view is chosen)
 
     def _refresh_view(self) -> SchedulerView:
-        self._view.num_free_blocks = self.kv_cache.pool.num_free
-        self._view.prefilling = sum(not decodes(sequence) for sequence in self.running)
-        self._view.decoding = len(self.running) - self._view.prefilling
-        return self._view
+        view = self._view
+        set_fact(view, "num_free_blocks", self.kv_cache.pool.num_free)
+        set_fact(view, "prefilling", sum(not decodes(sequence) for sequence in self.running))
+        set_fact(view, "decoding", len(self.running) - view.prefilling)
+        return view
 
     # --- from waiting to running ------------------------------------------------
 
     def _admit(self, plan: BatchPlan, now: float) -> None:
         """Give slots to waiting sequences in the policy's order, up to the first that does not fit."""
-        self._view.now = now
+        set_fact(self._view, "now", now)
         if self._ranking.is_due(now, has_free_slot=bool(self._free_slots)):
             self.waiting = self._ranking.order(self.waiting, self._refresh_view())
         for sequence in list(self.waiting):
@@ -331,8 +334,8 @@ class Scheduler:
         With targets a block's worth is the least, and without decodes too, so that prompts progress.
         """
         view = self._refresh_view()
-        view.now = now
-        view.token_budget = self._max_batched_tokens - plan.num_decodes
+        set_fact(view, "now", now)
+        set_fact(view, "token_budget", self._max_batched_tokens - plan.num_decodes)
         least = min(self.kv_cache.block_size, view.token_budget)
         wish = max(0, min(self.policy.prefill_budget(view), view.token_budget))
         if plan.num_decodes == 0:

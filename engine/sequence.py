@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from headrace.types import GenerationRequest, RequestView, TokenLogprobs
+from headrace.types.views import set_fact
 
 if TYPE_CHECKING:
     from headrace.engine.block_pool import ParentKey
@@ -150,13 +151,13 @@ class Sequence:
     def refresh_view(self) -> RequestView:
         view = self.view
         if self.num_cached_tokens is not None:
-            view.num_cached_tokens = self.num_cached_tokens
-        view.num_computed_tokens = self.num_computed_tokens
-        view.num_output_tokens = self.num_output_tokens
-        view.first_token_time = self.first_token_time
-        view.last_token_time = self.last_token_time
-        view.num_blocks = len(self.block_ids)
-        view.num_preemptions = self.num_preemptions
+            set_fact(view, "num_cached_tokens", self.num_cached_tokens)
+        set_fact(view, "num_computed_tokens", self.num_computed_tokens)
+        set_fact(view, "num_output_tokens", self.num_output_tokens)
+        set_fact(view, "first_token_time", self.first_token_time)
+        set_fact(view, "last_token_time", self.last_token_time)
+        set_fact(view, "num_blocks", len(self.block_ids))
+        set_fact(view, "num_preemptions", self.num_preemptions)
         return view
 
 

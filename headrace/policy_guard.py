@@ -8,10 +8,8 @@ to know nothing of this.
 
 from __future__ import annotations
 
-import itertools
-import math
-import operator
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
@@ -19,6 +17,18 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 import structlog
 
 from headrace.interfaces import AdmissionPolicy, EvictionPolicy, RoutingPolicy, SchedulingPolicy
+from headrace.policy_answers import (
+    Nonsense,
+    checked_budget,
+    checked_count,
+    checked_key,
+    checked_order,
+    checked_replica_id,
+    checked_time,
+    checked_verdict,
+    checked_victim,
+    printable,
+)
 from headrace.policy_watchdog import PolicyTimeout, Watchdog
 from headrace.types import (
     AdmissionView,
@@ -44,10 +54,6 @@ class _Named(Protocol):
 
 
 PolicyT = TypeVar("PolicyT", bound=_Named)
-
-
-class Nonsense(Exception):
-    """A policy's answer breaks its contract."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +142,9 @@ class PolicyGuard(Generic[PolicyT]):
             own = tuple([list(a) if isinstance(a, (list, tuple)) else a for a in arguments])
             try:
                 answer = self._timed(lambda: check(getattr(self._policy, method)(*own)))
-            except (Exception, SystemExit, PolicyTimeout) as error:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
                 self._strike(method, error)
             else:
                 if self._strikes:
@@ -165,9 +173,7 @@ class PolicyGuard(Generic[PolicyT]):
         self.failures_total += 1
         self._strikes += 1
         self._good_calls = 0
-        reason = str(error) if isinstance(error, Nonsense) else f"{type(error).__name__}: {error}"
-        if isinstance(error, PolicyTimeout):
-            reason = f"cut off after {self._limits.slow_seconds * 1000:.0f} ms, which is its limit"
+        reason = self._reason(error)
         self.last_failure = f"{method}: {reason}"
         _logger.warning(
             "policy_failed",
@@ -177,7 +183,7 @@ class PolicyGuard(Generic[PolicyT]):
             reason=reason,
             strikes=self._strikes,
             decided_by=self._fallback.name,
-            exc_info=None if isinstance(error, Nonsense) else error,
+            **({} if isinstance(error, Nonsense) else {"exception": _deepest_frames(error)}),
         )
         if self.is_benched:
             self.epoch += 1
@@ -189,6 +195,19 @@ class PolicyGuard(Generic[PolicyT]):
                 reason=reason,
             )
 
+    def _reason(self, error: BaseException) -> str:
+        """Return what went wrong in a line that can be sent and shown, whatever the error's text is."""
+        if isinstance(error, PolicyTimeout):
+            return f"cut off after {self._limits.slow_seconds * 1000:.0f} ms, which is its limit"
+        try:
+            text = self._limits.watchdog.call(str, (error,), self._limits.slow_seconds)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as failure:
+            text = f"its text cannot be made ({type(failure).__name__})"
+        text = text if isinstance(error, Nonsense) else f"{type(error).__name__}: {text}"
+        return printable(text)
+
     def _forgive(self) -> None:
         self._good_calls += 1
         if self._good_calls >= self._limits.forgive_after:
@@ -197,6 +216,7 @@ class PolicyGuard(Generic[PolicyT]):
 
 
 _ALL = 1 << 62
+_MAX_FRAMES = 8
 
 
 class SchedulingGuard(PolicyGuard[SchedulingPolicy]):
@@ -224,32 +244,29 @@ class SchedulingGuard(PolicyGuard[SchedulingPolicy]):
 
     def observe(self, step: StepFacts) -> None:
         """Tell the policy of a step where it wants to know."""
-        if self.is_benched or not hasattr(self._policy, "observe"):
-            return
-        try:
-            self._timed(lambda: self._policy.observe(step))  # type: ignore[attr-defined]
-        except (Exception, SystemExit, PolicyTimeout) as error:
-            self._strike("observe", error)
+        self._ask("observe", step, lambda answer: None, None)
 
     def next_decision_at(self, view: SchedulerView) -> float | None:
         """Return when the policy wants to rank again though nothing changed; None: it has no such wish."""
-        if self.is_benched or not hasattr(self._policy, "next_decision_at"):
-            return None
-        try:
-            return checked_time(self._timed(lambda: self._policy.next_decision_at(view)))  # type: ignore[attr-defined]
-        except (Exception, SystemExit, PolicyTimeout) as error:
-            self._strike("next_decision_at", error)
-            return None
+        at: float | None = self._ask("next_decision_at", view, checked_time, None)
+        return at
 
     def num_to_start(self, view: SchedulerView) -> int:
         """Return how many of the order may start while prompts are being computed."""
-        if self.is_benched or not hasattr(self._policy, "num_to_start"):
-            return _ALL
+        number: int = self._ask("num_to_start", view, checked_count, _ALL)
+        return number
+
+    def _ask(self, method: str, about: Any, check: Callable[[Any], Any], otherwise: Any) -> Any:
+        """Return the checked answer of a method that a policy need not have."""
+        if self.is_benched or not hasattr(self._policy, method):
+            return otherwise
         try:
-            return checked_count(self._timed(lambda: self._policy.num_to_start(view)))  # type: ignore[attr-defined]
-        except (Exception, SystemExit, PolicyTimeout) as error:
-            self._strike("num_to_start", error)
-            return _ALL
+            return self._timed(lambda: check(getattr(self._policy, method)(about)))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            self._strike(method, error)
+            return otherwise
 
 
 class EvictionGuard(PolicyGuard[EvictionPolicy]):
@@ -284,93 +301,7 @@ class AdmissionGuard(PolicyGuard[AdmissionPolicy]):
         return verdict
 
 
-def checked_order(answer: Any, waiting: Sequence[RequestView]) -> list[RequestView]:
-    """Return the order of `rank_waiting` as a list: the same views, each exactly once."""
-    order: list[RequestView] = list(itertools.islice(answer, len(waiting) + 1))
-    if len(order) != len(waiting):
-        count = "more than" if len(order) > len(waiting) else f"{len(order)} of"
-        raise Nonsense(f"the order has {count} the {len(waiting)} waiting requests")
-    if {id(request) for request in order} != {id(request) for request in waiting}:
-        raise Nonsense("the order is no permutation of the waiting requests")
-    return order
-
-
-def checked_time(answer: Any) -> float | None:
-    """Return the time of `next_decision_at` on the engine's clock, or None."""
-    if answer is None:
-        return None
-    if isinstance(answer, bool) or not isinstance(answer, (int, float)) or math.isnan(answer):
-        raise Nonsense(f"the time is no number and not None: {answer!r}")
-    return float(answer)
-
-
-def checked_count(answer: Any) -> int:
-    """Return the answer of `num_to_start`: 0 or more."""
-    if isinstance(answer, bool) or not isinstance(answer, int) or answer < 0:
-        raise Nonsense(f"the number to start is no whole number of at least 0: {answer!r}")
-    return answer
-
-
-def checked_key(answer: Any, now: float) -> tuple[tuple[float, ...], float | None]:
-    """Return the answer of `key`, its value as a tuple of numbers: tuples of any lengths compare."""
-    if not isinstance(answer, tuple) or len(answer) != 2:
-        raise Nonsense(f"the key is no (value, ask_again_at): {answer!r}")
-    value, again = answer
-    numbers = value if isinstance(value, tuple) else (value,)
-    for number in numbers:
-        if not isinstance(number, (int, float)) or math.isnan(number):
-            raise Nonsense(f"the value is no number and no tuple of numbers: {value!r}")
-    ask_again_at = checked_time(again)
-    if ask_again_at is not None and ask_again_at <= now:
-        raise Nonsense(f"ask_again_at is {ask_again_at}, which is past: it is {now}")
-    return numbers, ask_again_at
-
-
-def checked_victim(answer: Any, running: Sequence[RequestView]) -> RequestView:
-    """Return the victim of `choose_victim`: one of the running views itself, not a copy."""
-    if any(request is answer for request in running):
-        victim: RequestView = answer
-        return victim
-    raise Nonsense(f"the victim is not one of the {len(running)} running requests: {answer!r}")
-
-
-def checked_budget(answer: Any, view: SchedulerView) -> int:
-    """Return the tokens of `prefill_budget`, at most the step's own budget."""
-    try:
-        budget = operator.index(answer)
-    except TypeError:
-        raise Nonsense(f"the budget is no whole number: {answer!r}") from None
-    if isinstance(answer, bool) or budget < 0:
-        raise Nonsense(f"the budget is no number of tokens: {answer!r}")
-    if budget == 0 and view.decoding == 0 and view.token_budget > 0:
-        raise Nonsense("a budget of 0 while nothing decodes: no request would ever run")
-    return min(budget, view.token_budget)
-
-
-def checked_replica_id(answer: Any, replicas: Sequence[ReplicaView]) -> str:
-    """Return the id of `choose`: that of a replica which was offered."""
-    for replica in replicas:
-        if replica.id == answer:
-            return replica.id
-    known = ", ".join(replica.id for replica in replicas)
-    raise Nonsense(f"no replica {answer!r} was offered, only {known}")
-
-
-def checked_verdict(answer: Any, now: float) -> Admit | Queue | Reject:
-    """Return the verdict of `admit` where its fields make sense."""
-    if isinstance(answer, Admit):
-        for charge in answer.charges:
-            if charge.amount < 0 or charge.limit < 0 or (charge.window_seconds or 1.0) <= 0:
-                raise Nonsense(f"a charge below zero: {charge!r}")
-        return answer
-    if isinstance(answer, Queue):
-        if not answer.until > now:
-            raise Nonsense(f"queued until {answer.until}, which is past: it is {now}")
-        return answer
-    if isinstance(answer, Reject):
-        if answer.fault not in ("caller", "server"):
-            raise Nonsense(f"the fault must be 'caller' or 'server', got {answer.fault!r}")
-        if not answer.retry_after_seconds >= 0:
-            raise Nonsense(f"retry_after_seconds is below 0: {answer.retry_after_seconds!r}")
-        return answer
-    raise Nonsense(f"the verdict is no Admit, Queue or Reject: {answer!r}")
+def _deepest_frames(error: BaseException) -> str:
+    """Return the last part of a traceback, without the errors it came from: recursion makes thousands."""
+    frames = traceback.format_tb(error.__traceback__, limit=-_MAX_FRAMES)
+    return "".join(["Traceback (deepest calls):\n", *frames, type(error).__name__])

@@ -19,6 +19,7 @@ CORE = (
     "headrace.logs",
     "headrace.prefix_hash",
     "headrace.step_time",
+    "headrace.policy_answers",
     "headrace.policy_guard",
     "headrace.policy_watchdog",
     "headrace.cache",

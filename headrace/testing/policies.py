@@ -20,7 +20,7 @@ from headrace.interfaces import (
     SchedulingPolicy,
 )
 from headrace.plugins.contract import check_class
-from headrace.policy_guard import (
+from headrace.policy_answers import (
     Nonsense,
     checked_budget,
     checked_count,
@@ -58,14 +58,14 @@ _TENSORS = (
 
 
 def check_scheduling_policy(make: Callable[[], SchedulingPolicy], *, seed: int = 0) -> None:
-    """Orders are permutations, victims are members, budgets are in range, views are left alone."""
+    """Orders are permutations, victims are members, budgets are in range, views are left alone
+    (they are frozen: a change raises)."""
     policy, twin = make(), make()
     check_class("scheduling policy", SchedulingPolicy, type(policy), "checked")
     rng = random.Random(seed)
     for size in _SIZES:
         views = [_request_view(rng, index) for index in range(size)]
         state = _scheduler_view(rng)
-        before = copy.deepcopy(views)
         with _judging(policy, "rank_waiting"):
             order = checked_order(policy.rank_waiting(list(views), state), views)
             again = list(twin.rank_waiting(list(views), state))
@@ -80,7 +80,6 @@ def check_scheduling_policy(make: Callable[[], SchedulingPolicy], *, seed: int =
                 with _judging(policy, name):
                     check(getattr(policy, name)(state))
         with _judging(policy, "observe"):
-            _require(views == before, "or a method before it changed the views it was shown")
             if hasattr(policy, "observe"):
                 tokens = {view.request_id: 1 for view in views}
                 policy.observe(StepFacts(state.now, 0.01, tokens, ()))

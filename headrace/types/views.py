@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+set_fact = object.__setattr__
+"""Changes a view: for whoever shows it, never for who looks at it."""
 
-@dataclass(slots=True)
+
+@dataclass(frozen=True, slots=True)
 class RequestView:
-    """One sequence as a scheduling policy sees it. Reused between calls: do not keep one."""
+    """One sequence as a scheduling policy sees it. Reused between calls: do not keep one.
+
+    Frozen, since the built-in must decide by the same facts where a policy fails; the engine alone
+    brings it up to date, through `set_fact`.
+    """
 
     request_id: str
     choice: int = 0
@@ -48,9 +55,9 @@ def _nobody() -> Sequence[RequestView]:
     return ()
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class SchedulerView:
-    """The state of the scheduler as a policy sees it. Reused between calls: do not keep one."""
+    """The state of the scheduler as a policy sees it. Frozen and reused, as RequestView."""
 
     now: float
     token_budget: int

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 import structlog
 
@@ -18,6 +19,8 @@ from headrace.types import (
     AdmissionView,
     Admit,
     Charge,
+    Queue,
+    Reject,
     ReplicaView,
     RequestView,
     RoutingRequest,
@@ -66,6 +69,30 @@ def test_a_good_policy_decides() -> None:
     assert guard.failures_total == 0
 
 
+def raising_this(error: BaseException) -> Callable[..., Any]:
+    def rank_waiting(*arguments: Any) -> Any:
+        raise error
+
+    return rank_waiting
+
+
+class Wordless(Exception):
+    def __str__(self) -> str:
+        raise AttributeError("no text was set")
+
+
+class OwnSignal(BaseException):
+    """Not an Exception, as the signals of some frameworks."""
+
+
+def lingering(waiting: list[RequestView], view: SchedulerView) -> Any:
+    try:
+        yield from waiting
+        yield waiting[0]
+    finally:
+        raise ValueError("the clean-up fails")
+
+
 BREACHES: list[Callable[..., Any]] = [
     raising,
     leaving,
@@ -75,7 +102,31 @@ BREACHES: list[Callable[..., Any]] = [
     lambda waiting, view: [RequestView("b"), RequestView("a")],
     lambda waiting, view: (waiting[0] for _ in iter(int, 1)),
     lambda waiting, view: waiting.clear() or waiting,
+    raising_this(Wordless()),
+    raising_this(OwnSignal()),
+    raising_this(GeneratorExit()),
+    raising_this(ValueError("\udcff")),
+    lingering,
 ]
+
+
+def changing_facts(waiting: Any, view: Any) -> Any:
+    for request in waiting:
+        request.arrival_time = None
+    return waiting
+
+
+def changing_the_step(waiting: Any, view: Any) -> Any:
+    view.token_budget = 10**6
+    return waiting
+
+
+@pytest.mark.parametrize("breach", [changing_facts, changing_the_step])
+def test_facts_cannot_be_changed_so_the_builtin_sees_them_whole(breach: Callable[..., Any]) -> None:
+    guard = SchedulingGuard(Odd(rank_waiting=breach), FirstComeFirstServed())
+    assert ids(guard) == ["a", "b"]
+    assert "FrozenInstanceError" in guard.last_failure
+    assert VIEW.token_budget == 512
 
 
 @pytest.mark.parametrize("breach", BREACHES)
@@ -109,6 +160,39 @@ def test_victims_and_budgets(methods: dict[str, Any], call: str, expected: Any) 
         assert guard.choose_victim(WAITING, VIEW).request_id == expected
     else:
         assert guard.prefill_budget(VIEW) == expected
+
+
+def test_a_reason_can_be_sent_and_is_short() -> None:
+    """What an error says goes into frames and logs: not every text can be encoded, or is a line."""
+    texts = ["\udcff.py", "y" * 10_000_000]
+    for text in texts:
+        policy = Odd(rank_waiting=raising_this(ValueError(text)))
+        guard = SchedulingGuard(policy, FirstComeFirstServed())
+        ids(guard)
+        assert len(msgspec.msgpack.encode(guard.state())) < 1000
+        assert "ValueError" in guard.last_failure
+
+
+def test_a_recursion_that_catches_its_own_end_leaves_a_short_trace() -> None:
+    """Each of its errors holds the one before: a whole traceback would be megabytes."""
+
+    def deeper(waiting: Any, view: Any) -> Any:
+        try:
+            return deeper(waiting, view)
+        except RecursionError:
+            return deeper(waiting, view)
+
+    guard = SchedulingGuard(Odd(rank_waiting=deeper), FirstComeFirstServed())
+    with structlog.testing.capture_logs() as logs:
+        assert ids(guard) == ["a", "b"]
+    assert "in deeper" in logs[0]["exception"]
+    assert len(logs[0]["exception"]) < 5000
+
+
+def test_an_interrupt_from_the_keyboard_is_no_strike() -> None:
+    guard = SchedulingGuard(Odd(rank_waiting=raising_this(KeyboardInterrupt())), Odd())
+    with pytest.raises(KeyboardInterrupt):
+        ids(guard)
 
 
 def test_no_budget_while_nothing_decodes_would_stand_still_for_ever() -> None:
@@ -206,9 +290,23 @@ def test_routing_falls_back_on_the_builtin(answer: Any) -> None:
     assert guard.is_benched
 
 
-@pytest.mark.parametrize(
-    "answer", [None, "yes", Admit((Charge("k", -1, 5),)), Admit((Charge("k", 1, 5, -1.0),))]
-)
+ADMISSION_BREACHES: list[Any] = [
+    None,
+    "yes",
+    Admit((Charge("k", -1, 5),)),
+    Admit((Charge("k", 1, 5, -1.0),)),
+    Admit((Charge(["k"], 1, 5),)),  # type: ignore[arg-type]
+    Admit((Charge("k", float("nan"), 5),)),  # type: ignore[arg-type]
+    Admit((Charge("k", 1, float("inf")),)),  # type: ignore[arg-type]
+    Admit(("k",)),  # type: ignore[arg-type]
+    Queue([], 5.0),  # type: ignore[arg-type]
+    Queue("lane", 0.0),
+    Reject("caller", float("inf"), "no"),
+    Reject("caller", 1.0, None),  # type: ignore[arg-type]
+]
+
+
+@pytest.mark.parametrize("answer", ADMISSION_BREACHES)
 def test_admission_falls_back_on_the_builtin(answer: Any) -> None:
     class Door(Unlimited):
         name = "door"

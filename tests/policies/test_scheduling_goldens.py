@@ -18,6 +18,7 @@ from headrace.policies.scheduling.slo import LatencyTargets
 from headrace.policy_guard import SchedulingGuard
 from headrace.testing.policy_trial import TRIAL_STEP_TIME, Job, Served, serve
 from headrace.types import RequestView, SchedulerView
+from headrace.types.views import set_fact
 
 
 def mean_ttft(served: list[Served], tenant: str) -> float:
@@ -190,11 +191,11 @@ def test_the_chunk_follows_the_slack_of_the_tightest_decode() -> None:
     )
     spare = 0.02 - TRIAL_STEP_TIME.seconds(0, 1, 100)
     assert policy.prefill_budget(view) == int(spare / 1e-4)
-    decoding.tpot_target_seconds = 0.005
+    set_fact(decoding, "tpot_target_seconds", 0.005)
     assert 16 < policy.prefill_budget(view) < int(spare / 1e-4)
-    view.now = 5.0
+    set_fact(view, "now", 5.0)
     assert policy.prefill_budget(view) == 16
-    view.running = lambda: []
+    set_fact(view, "running", list)
     assert policy.prefill_budget(view) == 512
 
 
