@@ -1,4 +1,4 @@
-"""Grids, shared memory and arguments of every kernel in cuda/: implements headrace.backends.gpu.kernels.Kernels.
+"""Grids, shared memory and arguments of the kernels in cuda/. Implements headrace.backends.gpu.kernels.Kernels.
 
 Nothing here knows whether the launcher is CuPy's or the test bed's.
 """
@@ -10,8 +10,9 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from headrace.backends.cupy_raw.sampling_launches import launch_sampling
 from headrace.backends.gpu.device import Device, Launcher
-from headrace.backends.gpu.kernels import DeviceWork
+from headrace.backends.gpu.kernels import GELU_TANH, DeviceWork, Draw, QuantizedWeight
 from headrace.backends.gpu.kv_pool import KVLayer
 from headrace.interfaces import AttentionSpec
 
@@ -25,6 +26,8 @@ FORMATS = {
 """The formats of primitives.cuh."""
 ATTENTION_THREADS = 128
 ATTENTION_STAGES = 4
+ROW_THREADS = 256
+LINEAR_THREADS = 128
 MAX_HEADS = 8
 """Query heads of one block on CUDA cores: 8 rows of queries and sums are what its registers hold."""
 
@@ -67,6 +70,113 @@ class CudaKernels:
                 np.int64(out.stride(0)), np.int32(group * work.tile_tokens),
             ),
         )  # fmt: skip
+
+    def rope_write_kv(
+        self,
+        qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        table: tuple[torch.Tensor, torch.Tensor],
+        kv: KVLayer,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        q, k, v = qkv
+        cosines, sines = table
+        num_kv_heads, head_dim = kv.keys.shape[2:]
+        num_heads = q.shape[1] // head_dim
+        defines = {
+            "IN": FORMATS[q.dtype],
+            "VALUE": FORMATS[v.dtype],
+            "OUT": FORMATS[out.dtype],
+            "STORED": FORMATS[kv.keys.dtype],
+        }
+        self._launcher.kernel("rows.cu", "rope_write_kv", defines)(
+            (len(q), -(-(num_heads + 2 * num_kv_heads) // (ROW_THREADS // 32)), 1),
+            ROW_THREADS,
+            0,
+            (
+                q, np.int64(q.stride(0)), k, np.int64(k.stride(0)), v, np.int64(v.stride(0)),
+                cosines, sines, positions, slots, kv.keys, kv.values, kv.key_scale, kv.value_scale,
+                out, np.int64(out.stride(0)), np.int32(num_heads), np.int32(num_kv_heads),
+                np.int32(head_dim), np.int32(cosines.shape[1]),
+            ),
+        )  # fmt: skip
+
+    def rms_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+        num_groups: int,
+        out: torch.Tensor,
+    ) -> None:
+        size = x.shape[1] // num_groups
+        rows = (x, out, weight[None]) if residual is None else (x, out, weight[None], residual)
+        vector = vector_size(size, *rows)
+        defines = {
+            "IN": FORMATS[x.dtype],
+            "OUT": FORMATS[out.dtype],
+            "VECTOR": vector,
+            "RESIDUAL": int(residual is not None),
+        }
+        threads = min(ROW_THREADS, -(-size // (32 * vector)) * 32)
+        self._launcher.kernel("rows.cu", "rms_norm", defines)(
+            (len(x), num_groups, 1),
+            threads,
+            threads // 32 * 4,
+            (
+                x, np.int64(x.stride(0)), residual,
+                np.int64(0 if residual is None else residual.stride(0)), weight, out,
+                np.int64(out.stride(0)), np.int32(size), np.float32(eps),
+            ),
+        )  # fmt: skip
+
+    def gate(self, x: torch.Tensor, activation: int, out: torch.Tensor) -> None:
+        size = out.shape[1]
+        vector = vector_size(size, x, out)
+        defines = {
+            "IN": FORMATS[x.dtype],
+            "OUT": FORMATS[out.dtype],
+            "VECTOR": vector,
+            "GELU": int(activation == GELU_TANH),
+        }
+        self._launcher.kernel("rows.cu", "gate_mul", defines)(
+            (len(x), -(-size // (ROW_THREADS * vector)), 1),
+            ROW_THREADS,
+            0,
+            (x, np.int64(x.stride(0)), out, np.int64(out.stride(0)), np.int32(size)),
+        )
+
+    def quantized_linear(self, x: torch.Tensor, weight: QuantizedWeight, out: torch.Tensor) -> None:
+        defines = {
+            "IN": FORMATS[x.dtype],
+            "OUT": FORMATS[out.dtype],
+            "BITS": 8 if weight.minima is None else 4,
+            "TOKENS": 1 << (len(x) - 1).bit_length(),
+        }
+        self._launcher.kernel("linear.cu", "multiply", defines)(
+            (-(-out.shape[1] // (LINEAR_THREADS // 32)), 1, 1),
+            LINEAR_THREADS,
+            0,
+            (
+                x, np.int64(x.stride(0)), weight.codes, weight.scales, weight.minima, weight.bias,
+                out, np.int64(out.stride(0)), np.int32(len(x)), np.int32(weight.in_size),
+                np.int32(out.shape[1]),
+            ),
+        )  # fmt: skip
+
+    def sample(self, logits: torch.Tensor, draw: Draw) -> None:
+        launch_sampling(self._launcher, self._device.num_multiprocessors, logits, draw)
+
+
+def vector_size(size: int, *rows: torch.Tensor) -> int:
+    """Return 8 where every row of `size` elements can be read 16 bytes at a time, else 1."""
+    aligned = all(
+        row.data_ptr() % 16 == 0 and (len(row) == 1 or row.stride(0) * row.itemsize % 16 == 0)
+        for row in rows
+    )
+    return 8 if aligned and size % 8 == 0 else 1
 
 
 def heads_of_a_block(group: int) -> int:

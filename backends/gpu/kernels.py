@@ -1,8 +1,8 @@
 """The kernels that a GPU backend writes itself, as `GpuOps` calls them. One class per backend implements this.
 
 Tensors are on the device, the last axis contiguous; rows of q, k, v and x may have a stride. `DeviceWork` and
-`Draw` are uploaded by GpuOps. Nothing here allocates, copies or waits unless it says so: everything can be
-recorded into a CUDA graph.
+`Draw` are uploaded by GpuOps. Scratch comes from torch's allocator; nothing here copies from the host or waits,
+so that everything can be recorded into a CUDA graph.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class QuantizedWeight:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One step's sampling arguments on the device, and where results go. `sampling_arguments` has the columns."""
+    """One step's sampling arguments on the device, and where results go (columns: `sampling_arguments`)."""
 
     floats: torch.Tensor  # [R, 6] f32
     ints: torch.Tensor  # [R, 8] i4

@@ -27,7 +27,7 @@ constexpr int kLanes = power_of_two(kVectorsPerRow) < 32 ? power_of_two(kVectors
 constexpr int kVectors = (kVectorsPerRow + kLanes - 1) / kLanes;  // of one thread
 constexpr int kElements = kVectors * kPerVector;
 constexpr int kRowsAtOnce = kThreads / kLanes;
-constexpr bool kScaled = STORED == kFP8 || STORED == kInt8;
+constexpr bool kScaled = Stored::kLargest > 0.0f;
 constexpr float kLowest = -3.0e38f, kLog2E = 1.4426950408889634f;
 static_assert(kHeadDim % kPerVector == 0, "a row is whole 16-byte vectors");
 

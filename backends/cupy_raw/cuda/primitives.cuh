@@ -46,7 +46,7 @@ __device__ __forceinline__ void mma_16816_of<__half>(float (&d)[4], const unsign
 #define mma_16816(Element, d, a, b) mma_16816_of<Element>(d, a, b)
 #endif
 
-// ---- number formats: 16 bytes of a stored type to and from f32
+// ---- number formats: 16 bytes of a stored type to and from f32; kLargest: the code of a row's largest element, 0: rows have no scale
 
 constexpr int kF32 = 0, kBF16 = 1, kF16 = 2, kFP8 = 3, kInt8 = 4;
 
@@ -54,6 +54,7 @@ template <int kFormat> struct Format;
 template <> struct Format<kF32> {
   using Type = float;
   static constexpr int kPerVector = 4;
+  static constexpr float kLargest = 0.0f;
   static __device__ __forceinline__ float load(const float* p) { return *p; }
   static __device__ __forceinline__ float round(float x) { return x; }
   static __device__ __forceinline__ void unpack(const uint4& v, float (&x)[4]) {
@@ -63,6 +64,7 @@ template <> struct Format<kF32> {
 template <> struct Format<kBF16> {
   using Type = __nv_bfloat16;
   static constexpr int kPerVector = 8;
+  static constexpr float kLargest = 0.0f;
   static __device__ __forceinline__ float load(const __nv_bfloat16* p) { return __bfloat162float(*p); }
   static __device__ __forceinline__ __nv_bfloat16 round(float x) { return __float2bfloat16(x); }
   static __device__ __forceinline__ void unpack(const uint4& v, float (&x)[8]) {
@@ -74,6 +76,7 @@ template <> struct Format<kBF16> {
 template <> struct Format<kF16> {
   using Type = __half;
   static constexpr int kPerVector = 8;
+  static constexpr float kLargest = 0.0f;
   static __device__ __forceinline__ float load(const __half* p) { return __half2float(*p); }
   static __device__ __forceinline__ __half round(float x) { return __float2half(x); }
   static __device__ __forceinline__ void unpack(const uint4& v, float (&x)[8]) {

@@ -69,6 +69,7 @@ inline void __threadfence() {
 
 inline uint32_t __float_as_uint(float x) { return cuda_cpu::bits_of<uint32_t>(x); }
 inline float __uint_as_float(uint32_t x) { return cuda_cpu::bits_of<float>(x); }
+inline double __longlong_as_double(long long x) { return cuda_cpu::bits_of<double>(x); }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 inline uint32_t __umulhi(uint32_t a, uint32_t b) { return uint64_t(a) * b >> 32; }
 using std::isfinite;
