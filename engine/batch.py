@@ -116,30 +116,6 @@ class BatchBuilder:
             sampling=self._sampling.gather(rows),
         )
 
-    def build_run(self, plan: BatchPlan) -> ForwardBatch:
-        """Return what a run of decodes needs: no slots and no block tables, for it stores no rows."""
-        entries = plan.entries
-        sequences = [entry.sequence for entry in entries]
-        for sequence in sequences:
-            self._sync_slot(sequence)
-        token_ids, token_sources = _tokens(entries)
-        row_tokens, rows, sample_starts = _sample_rows(entries)
-        kv_lens = np.array([sequence.num_kv_rows() + 1 for sequence in sequences], np.int32)
-        nothing = np.empty((self._num_groups, len(entries), 0), np.int32)
-        return ForwardBatch(
-            token_ids=token_ids,
-            token_sources=token_sources,
-            positions=np.array([sequence.next_position for sequence in sequences], np.int32),
-            query_starts=np.arange(len(entries) + 1, dtype=np.int32),
-            slots=np.empty((self._num_groups, 0), np.int64),
-            kv_lens=np.tile(kv_lens, (self._num_groups, 1)),
-            block_tables=nothing,
-            sample_rows=np.array(row_tokens, np.int32),
-            sample_starts=np.array(sample_starts, np.int32),
-            draft_token_ids=np.full(len(rows), -1, np.int32),
-            sampling=self._sampling.gather(rows),
-        )
-
     def _sync_slot(self, sequence: Sequence) -> None:
         if self._occupants[sequence.slot] is not sequence:
             self._occupants[sequence.slot] = sequence

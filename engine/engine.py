@@ -17,7 +17,7 @@ from headrace.engine.intake import Intake, ServedModel
 from headrace.engine.kv_cache import KVCache
 from headrace.engine.outcome import Outcome
 from headrace.engine.ranking import deciding
-from headrace.engine.runs import equal_steps, quiet_steps
+from headrace.engine.runs import equal_steps, quiet_steps, run_batch
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import Family, Sequence, Status
 from headrace.errors import EngineFailed, InvalidRequest, Unavailable
@@ -27,6 +27,7 @@ from headrace.types import (
     EngineSettings,
     EngineStats,
     GenerationRequest,
+    RunBatch,
     StepFacts,
     TokenEvent,
 )
@@ -203,10 +204,9 @@ class Engine:
             plan = self._scheduler.schedule(now)
             if not plan.entries:
                 return []
-            if until is not None and self._can_repeat:
-                num_steps = equal_steps(plan, self._scheduler)
-                if num_steps > 1:
-                    return self._run(plan, num_steps, until, now)
+            batch = run_batch(plan) if until is not None and self._can_repeat else None
+            if batch is not None and until is not None:
+                return self._run(plan, batch, until, now)
             try:
                 flight = self._launcher.launch(plan, now)
             except Exception as error:
@@ -253,32 +253,35 @@ class Engine:
             self._runner.copy_blocks(copies)
         seconds = now - max(flight.launched_at, self._landed_at)
         self._landed_at = now
-        self._account(flight.plan, flight.num_kv_rows, seconds)
+        plan = flight.plan
+        self._failed_steps = 0
+        self._count_step(plan.num_prefill_tokens, len(plan.entries), flight.num_kv_rows, seconds)
         self._tell_policy(flight.plan, events, now, seconds)
         return events
 
-    def _run(self, plan: BatchPlan, num_steps: int, until: float, start: float) -> list[TokenEvent]:
-        """Run several equal steps as one; the runner says how many began in time."""
-        runner = cast(RepeatingRunner, self._runner)
-        batch = self._launcher.build_run(plan)
-        next_decision = self._scheduler.next_decision_at()
-        horizon = until if next_decision is None else min(until, next_decision)
-        run = runner.repeat(batch, num_steps, horizon)
-        self.run_times = tuple(run.times)
+    def _run(
+        self, plan: BatchPlan, batch: RunBatch, until: float, start: float
+    ) -> list[TokenEvent]:
+        """Run a step, or several equal ones as one; the runner says how many began in time."""
+        num_steps = equal_steps(plan, self._scheduler)
+        if num_steps > 1:
+            next_decision = self._scheduler.next_decision_at()
+            until = until if next_decision is None else min(until, next_decision)
+        run = cast(RepeatingRunner, self._runner).repeat(batch, num_steps, until)
+        if num_steps > 1:
+            self.run_times = tuple(run.times)
         events = self._outcome.apply_run(plan, run, start)
-        num_kv_rows = int(batch.kv_lens[0].sum())
         ending = [event for event in events if event.finish_reason is not None]
         is_told = hasattr(deciding(self._policy), "observe")
+        num_kv_rows, num_sequences = batch.num_kv_rows, batch.num_sequences
+        num_prefill_tokens = plan.num_prefill_tokens
         self._failed_steps = 0
         for time in run.times:
-            self._steps_total += 1
-            self._step_seconds_total += time - start
-            if self._learns_from_decodes:
-                self.step_time.observe(0, len(plan.entries), num_kv_rows, time - start)
+            self._count_step(num_prefill_tokens, num_sequences, num_kv_rows, time - start)
             if is_told:
                 said = ending if time == run.times[-1] else []
                 self._tell_policy(plan, said, time, time - start)
-            num_kv_rows += len(plan.entries)
+            num_kv_rows += num_sequences
             start = time
         self._landed_at = start
         return events
@@ -289,19 +292,14 @@ class Engine:
             for entry in flight.plan.entries:
                 self._outcome.land(entry)
 
-    def _account(self, plan: BatchPlan, num_kv_rows: int, seconds: float) -> None:
-        """Count a step, and learn from it."""
-        self._failed_steps = 0
+    def _count_step(
+        self, num_prefill_tokens: int, num_sequences: int, num_kv_rows: int, seconds: float
+    ) -> None:
+        """Count a step, and learn from it: of steps of decodes alone, which resemble each other, one in 8."""
         self._steps_total += 1
         self._step_seconds_total += seconds
-        num_prefill_tokens = plan.num_prefill_tokens
-        if num_prefill_tokens or self._learns_from_decodes:
-            self.step_time.observe(num_prefill_tokens, len(plan.entries), num_kv_rows, seconds)
-
-    @property
-    def _learns_from_decodes(self) -> bool:
-        """Of steps of decodes alone, which resemble each other, one in 8 is learnt from."""
-        return self._steps_total <= 64 or self._steps_total % 8 == 0
+        if num_prefill_tokens or self._steps_total <= 64 or self._steps_total % 8 == 0:
+            self.step_time.observe(num_prefill_tokens, num_sequences, num_kv_rows, seconds)
 
     def _tell_policy(
         self, plan: BatchPlan, events: list[TokenEvent], now: float, seconds: float

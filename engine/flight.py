@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from headrace.engine.batch import BatchBuilder, BatchPlan
 from headrace.interfaces import Clock, Runner, StepHandle
-from headrace.types import ForwardBatch, StepResult
+from headrace.types import StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +31,6 @@ class Launcher:
         self.runs_ahead: bool = getattr(runner, "runs_ahead", False)
         self.ahead: Flight | None = None
         """The step launched before the result of the one before it was in."""
-
-    def build_run(self, plan: BatchPlan) -> ForwardBatch:
-        """Return the batch of a plan that stands for several steps."""
-        return self._batches.build_run(plan)
 
     def launch(self, plan: BatchPlan, now: float) -> Flight:
         """Launch a step. Raises what the runner raises; then no sequence counts it as in flight."""

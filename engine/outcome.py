@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import msgspec
+import numpy as np
 
 from headrace.engine.batch import BatchPlan, PlannedSequence
 from headrace.engine.output import SequenceOutput, TokenRow, token_logprobs
@@ -63,8 +64,12 @@ class Outcome:
         return events, copies
 
     def apply_run(self, plan: BatchPlan, run: RunResult, start: float) -> list[TokenEvent]:
-        """Return the events of several steps of decodes, one per choice that has news."""
+        """Return the events of a run, one per choice that has news; more than one step are all decodes."""
         now = run.times[-1]
+        if len(run.times) == 1:
+            drawn = run.token_ids[0]
+            failed = np.zeros(len(drawn), np.bool_)
+            return self.apply(plan, StepResult(drawn, None, None, None, failed), now)[0]
         columns = run.token_ids.T.tolist()
         for entry, token_ids in zip(plan.entries, columns, strict=True):
             entry.sequence.token_ids += token_ids

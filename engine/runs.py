@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 
+import numpy as np
+
 from headrace.engine.batch import BatchPlan
 from headrace.engine.chunks import decodes
 from headrace.engine.kv_cache import KVCache
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import Sequence
+from headrace.types import RunBatch
 
 MAX_STEPS = 4096
 
@@ -37,6 +40,30 @@ def equal_steps(plan: BatchPlan, scheduler: Scheduler) -> int:
             return 1
         most = min(most, output.num_tokens_left)
     return _within_blocks([entry.sequence for entry in plan.entries], scheduler, most)
+
+
+def run_batch(plan: BatchPlan) -> RunBatch | None:
+    """Return what virtual time needs of a step; None where more than seed and position decides a token."""
+    seeds: list[int] = []
+    positions: list[int] = []
+    num_kv_rows = 0
+    for entry in plan.entries:
+        sequence = entry.sequence
+        if entry.num_score_rows or len(entry.drawing) > 1 or not sequence.sampling.is_plain:
+            return None
+        num_kv_rows += sequence.num_kv_rows() + entry.num_tokens
+        if entry.drawing:
+            seeds.append(sequence.seed if sequence.sampling.params.temperature > 0 else 0)
+            positions.append(len(sequence.token_ids))
+    return RunBatch(
+        num_prefill_tokens=sum(
+            [e.num_tokens for e in plan.entries[plan.num_decodes :] if e.num_tokens > 1]
+        ),
+        num_sequences=len(plan.entries),
+        num_kv_rows=num_kv_rows,
+        seeds=np.array(seeds, np.uint64),
+        positions=np.array(positions, np.int64),
+    )
 
 
 def quiet_steps(scheduler: Scheduler) -> int:

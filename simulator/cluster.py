@@ -151,6 +151,7 @@ class Cluster:
             ttft_target_seconds=request.ttft_target_seconds,
             tpot_target_seconds=request.tpot_target_seconds,
             prefix_hashes=digests,
+            is_whole=True,
         )
         routing = RoutingRequest(
             model=self._model,

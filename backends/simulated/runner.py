@@ -21,6 +21,7 @@ from headrace.types import (
     ForwardBatch,
     KVGroupSpec,
     MemoryReport,
+    RunBatch,
     RunResult,
     SamplingBatch,
     StepResult,
@@ -106,22 +107,23 @@ class SimulatedRunner:
         self._drawn = result.token_ids
         return SimulatedStep(self, result, seconds, self._busy_until)
 
-    def repeat(self, batch: ForwardBatch, max_steps: int, until: float) -> RunResult:
+    def repeat(self, batch: RunBatch, max_steps: int, until: float) -> RunResult:
         assert not self._is_closed, "the runner is closed"
         assert self._set is not None, "only virtual time can be run through"
-        sampling, num_rows = batch.sampling, len(batch.query_starts) - 1
-        rows = int(batch.kv_lens[0].sum()) + num_rows * np.arange(max_steps, dtype=np.int64)
+        rows = batch.num_kv_rows + batch.num_sequences * np.arange(max_steps, dtype=np.int64)
         ends = np.empty(max_steps + 1)
         ends[0] = self._clock.now()
-        ends[1:] = self._device.step_time.seconds(0, num_rows, rows)
+        ends[1:] = self._device.step_time.seconds(
+            batch.num_prefill_tokens, batch.num_sequences, rows
+        )
         np.add.accumulate(ends, out=ends)  # in the order in which single steps add up
         num_steps = max(1, int(np.searchsorted(ends[:-1], until)))
         times: list[float] = ends[1 : num_steps + 1].tolist()
         self._set(times[-1])
         self._busy_until = times[-1]
         steps = np.arange(len(times), dtype=np.int64)[:, None]
-        contexts = (sampling.positions[None, :] + steps).astype(np.uint64)
-        return RunResult(_tokens(contexts, sampling, self.vocab_size), times)
+        contexts = (batch.positions[None, :] + steps).astype(np.uint64)
+        return RunResult(_tokens(contexts, batch.seeds, self.vocab_size), times)
 
     def _with_drawn(self, batch: ForwardBatch) -> ForwardBatch:
         """Put in the tokens that the step before drew where the batch names its rows."""
@@ -209,16 +211,18 @@ def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _tokens(
-    contexts: NDArray[np.uint64], sampling: SamplingBatch, vocab_size: int
+    contexts: NDArray[np.uint64], seeds: NDArray[np.uint64], vocab_size: int
 ) -> NDArray[np.int32]:
-    """Return made-up tokens for contexts [..., R]; greedy rows ignore the seed."""
-    seeds = np.where(sampling.temperature > 0, sampling.seeds, np.uint64(0))
+    """Return made-up tokens for contexts [..., R] and seeds [R], which are 0 for greedy rows."""
     return (mix(contexts ^ mix(seeds)) % np.uint64(vocab_size)).astype(np.int32)
 
 
 def _draw(contexts: NDArray[np.uint64], sampling: SamplingBatch, vocab_size: int) -> StepResult:
     """Return a made-up token per row; what a bias of -inf forbids is not drawn."""
-    drawn = _tokens(contexts, sampling, vocab_size)
+    seeds = np.where(
+        sampling.temperature > 0, sampling.seeds, np.uint64(0)
+    )  # greedy rows ignore theirs
+    drawn = _tokens(contexts, seeds, vocab_size)
     for row in np.flatnonzero(np.diff(sampling.bias_starts)):
         start, end = sampling.bias_starts[row], sampling.bias_starts[row + 1]
         forbidden = sampling.bias_ids[start:end][np.isneginf(sampling.bias_values[start:end])]

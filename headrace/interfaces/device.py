@@ -15,6 +15,7 @@ from headrace.types import (
     ForwardBatch,
     KVGroupSpec,
     MemoryReport,
+    RunBatch,
     RunResult,
     SamplingBatch,
     StepResult,
@@ -156,11 +157,11 @@ class RepeatingRunner(Runner, Protocol):
     @property
     def can_repeat(self) -> bool: ...
 
-    def repeat(self, batch: ForwardBatch, max_steps: int, until: float) -> RunResult:
-        """Run `batch`, a step of decodes, and up to max_steps - 1 more that feed each draw back.
+    def repeat(self, batch: RunBatch, max_steps: int, until: float) -> RunResult:
+        """Run `batch` and up to max_steps - 1 more steps that feed each draw back.
 
-        The first step begins in any case, a further one only while the clock is before `until`.
-        The batch has no slots and no block tables: a runner whose time is virtual stores no rows.
+        The first step begins in any case, a further one only while the clock is before `until`. More
+        than one is asked for only of steps of decodes, all of which draw.
         """
         ...
 

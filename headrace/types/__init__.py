@@ -2,6 +2,7 @@
 
 from headrace.types.batch import (
     ForwardBatch,
+    RunBatch,
     RunResult,
     SamplingBatch,
     StepResult,
@@ -99,6 +100,7 @@ __all__ = [
     "RequestTimings",
     "RequestView",
     "RoutingRequest",
+    "RunBatch",
     "RunResult",
     "SamplingBatch",
     "SamplingParams",

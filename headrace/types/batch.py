@@ -69,6 +69,19 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True)
+class RunBatch:
+    """What a step costs and whose tokens it draws: all that virtual time needs, for no row is stored."""
+
+    num_prefill_tokens: int
+    """Of chunks of more than one token: one alone costs what a decode costs."""
+    num_sequences: int
+    num_kv_rows: int
+    """Rows of keys and values that attention reads."""
+    seeds: NDArray[np.uint64]  # [R], 0 for greedy rows
+    positions: NDArray[np.int64]  # [R], of the token to draw
+
+
+@dataclass(frozen=True, slots=True)
 class RunResult:
     """What several steps in a row gave, each fed with the tokens of the one before."""
 

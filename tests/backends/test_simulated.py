@@ -16,7 +16,7 @@ from headrace.clock import SystemClock
 from headrace.interfaces import Backend, Clock, RepeatingRunner, Runner
 from headrace.step_time import StepTimeFormula
 from headrace.testing.clock import FakeClock
-from headrace.types import EngineSettings, ForwardBatch, KVGroupSpec, StepResult
+from headrace.types import EngineSettings, ForwardBatch, KVGroupSpec, RunBatch, StepResult
 
 GROUPS = (KVGroupSpec(name="full", layers=(0, 1, 2), num_kv_heads=2, head_dim=64),)
 SETTINGS = EngineSettings(kv_dtype="bfloat16")
@@ -145,6 +145,19 @@ def test_a_named_row_is_what_the_step_before_drew() -> None:
     assert named.result().token_ids.tolist() == expected.result().token_ids.tolist()
 
 
+def repeated_decodes(num_sequences: int, num_computed: int) -> RunBatch:
+    """Return what `decodes` says, without its arrays of rows."""
+    batch = decodes([1] * num_sequences, num_computed)
+    seeds = np.where(batch.sampling.temperature > 0, batch.sampling.seeds, np.uint64(0))
+    return RunBatch(
+        num_prefill_tokens=0,
+        num_sequences=num_sequences,
+        num_kv_rows=int(batch.kv_lens[0].sum()),
+        seeds=seeds,
+        positions=batch.sampling.positions,
+    )
+
+
 def test_repeated_steps_are_those_one_by_one() -> None:
     formula = StepTimeFormula(0.01, 0.1, 0.002, 1e-4)
     single, repeated = FakeClock(1.0), FakeClock(1.0)
@@ -157,11 +170,12 @@ def test_repeated_steps_are_those_one_by_one() -> None:
         times.append(single.now())
     other = cast(RepeatingRunner, make_runner(repeated, formula))
     assert other.can_repeat
-    run = other.repeat(decodes([1, 2], 20), 6, float("inf"))
+    batch = repeated_decodes(2, 20)
+    run = other.repeat(batch, 6, float("inf"))
     assert (run.token_ids.tolist(), run.times) == (tokens, times)
     early = cast(RepeatingRunner, make_runner(FakeClock(1.0), formula))
-    assert early.repeat(decodes([1, 2], 20), 6, times[2]).times == times[:3]
-    assert len(early.repeat(decodes([1, 2], 23), 6, 0.0).times) == 1
+    assert early.repeat(batch, 6, times[2]).times == times[:3]
+    assert len(early.repeat(repeated_decodes(2, 23), 6, 0.0).times) == 1
 
 
 def test_real_time_is_not_run_through() -> None:
