@@ -7,6 +7,7 @@ shows in what it answers.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 import structlog
@@ -31,7 +32,7 @@ class Heartbeat:
 
     def heard(self, frame: FromEngine) -> None:
         """Note a frame: whatever it says, the process lives."""
-        self._heard_at = asyncio.get_running_loop().time()
+        self._heard_at = time.monotonic()
         if isinstance(frame, Pong):
             self._busy_seconds = frame.busy_seconds
 
@@ -45,7 +46,6 @@ class Heartbeat:
 
         Only while `is_watched()`: loading a model may hold a process up for as long as it takes.
         """
-        loop = asyncio.get_running_loop()
         interval = self._hang_seconds / _PINGS_PER_HANG
         asked_at: float | None = None
         while True:
@@ -53,7 +53,7 @@ class Heartbeat:
             if not is_watched():
                 asked_at = None
                 continue
-            silence = loop.time() - max(self._heard_at, asked_at or loop.time())
+            silence = time.monotonic() - max(self._heard_at, asked_at or time.monotonic())
             if silence > self._hang_seconds:
                 self._verdict = f"gave no sign of life for {silence:.1f} s and was killed"
             elif self._busy_seconds > self._hang_seconds * _STEP_PER_HANG:
@@ -65,5 +65,5 @@ class Heartbeat:
                 child.kill()
                 return
             if asked_at is None or self._heard_at >= asked_at:
-                asked_at = loop.time()
+                asked_at = time.monotonic()
                 child.send(Ping())

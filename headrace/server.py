@@ -46,7 +46,7 @@ from headrace.gateway.policy_watch import watch_scripts
 from headrace.gateway.state import GatewayState
 from headrace.gateway.tls import tls_options
 from headrace.gateway.tracing import create_tracing
-from headrace.heap import return_free_memory
+from headrace.heap import keep_what_is_loaded, return_free_memory
 from headrace.listening import HttpServer, bind, connection_limit
 from headrace.logs import configure_logging, get_logger
 from headrace.plugins.manager import create_plugin_manager, notify
@@ -263,6 +263,7 @@ class Gateway:
         )
         self._announce()
         return_free_memory()  # cards and tokenizers left pages behind
+        keep_what_is_loaded()
 
     def _announce(self) -> None:
         cards = {replica.model_name: replica.client.card for replica in self._router.replicas()}

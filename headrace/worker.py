@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
-import gc
 import importlib
 import os
 import signal
@@ -26,7 +25,7 @@ from headrace.engine.ipc import FrameSocket
 from headrace.engine.loop import EngineLoop, SteppedEngine
 from headrace.engine.outbox import Outbox
 from headrace.errors import EngineFailed, HeadraceError
-from headrace.heap import return_free_memory
+from headrace.heap import keep_what_is_loaded, return_free_memory
 from headrace.logs import configure_logging, get_logger
 from headrace.types import Failed, Ping, Pong, Progress, StartEngine, Stop
 
@@ -73,8 +72,7 @@ class Worker:
             )
             if built.switch is not None:
                 built.switch.watchdog.on_stuck = self._give_up
-            gc.collect()
-            gc.freeze()  # what is loaded stays: no later collection walks it between two steps
+            keep_what_is_loaded()
             self._loop.announce(built.card)
             self._loop.run()
             return 0
@@ -158,8 +156,7 @@ class Worker:
     def _write(self) -> None:
         try:
             while frames := self._outbox.take(timeout=None):
-                for frame in frames:
-                    self._frames.send(frame)
+                self._frames.send(*frames)
         except OSError:
             return  # the parent is gone: the reader knows
         except Exception as error:
