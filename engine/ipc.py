@@ -102,25 +102,29 @@ class FrameSocket:
         payload = self._read(length)
         return None if payload is None else decode_to_engine(payload)
 
-    def send(self, frame: FromEngine) -> None:
-        """Wait until the frame is written. Raises OSError once the other side is gone.
+    def send(self, *frames: FromEngine) -> None:
+        """Wait until the frames are written. Raises OSError once the other side is gone.
 
         News too large for one frame goes in several; a choice whose own news is too large ends with
         an error, because one request must not cost the others their engine.
         """
+        encoded: list[bytes] = []
+        for frame in frames:
+            self._encode(frame, encoded)
+        self._connection.sendall(encoded[0] if len(encoded) == 1 else b"".join(encoded))
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _encode(self, frame: FromEngine, encoded: list[bytes]) -> None:
         try:
-            data = encode_frame(frame, self._max_bytes)
+            encoded.append(encode_frame(frame, self._max_bytes))
         except EngineFailed:
             parts = _split(frame)
             if not parts:
                 raise
             for part in parts:
-                self.send(part)
-        else:
-            self._connection.sendall(data)
-
-    def close(self) -> None:
-        self._connection.close()
+                self._encode(part, encoded)
 
     def _read(self, length: int) -> bytearray | None:
         buffer = bytearray(length)

@@ -21,10 +21,12 @@ from headrace.types import (
     Failed,
     FromEngine,
     GenerationRequest,
+    Ping,
     PolicyChoice,
     PolicyPrepared,
     PolicyReport,
     PolicyState,
+    Pong,
     PreparePolicy,
     Progress,
     Ready,
@@ -71,6 +73,7 @@ TO_ENGINE: list[ToEngine] = [
     PreparePolicy(1, "scheduling", PolicyChoice("./p.py:P", {"weight": 0.5})),
     CommitPolicy(1),
     DropPolicy(1),
+    Ping(),
     Stop(),
 ]
 FROM_ENGINE: list[FromEngine] = [
@@ -81,6 +84,7 @@ FROM_ENGINE: list[FromEngine] = [
     StepEvents([EVENT], EngineStats(num_running=1), 0.5),
     PolicyPrepared(1, "it has no class P"),
     PolicyReport([PolicyState(kind="scheduling", name="fcfs", use="fcfs", strikes=1)], 1),
+    Pong(0.25),
     Failed("why"),
 ]
 
@@ -151,6 +155,14 @@ def receive_news(connection: socket.socket) -> list[StepEvents]:
         frames.append(frame)
         rest = rest[4 + length :]
     return frames
+
+
+def test_what_is_sent_together_arrives_in_order(pair: tuple[socket.socket, socket.socket]) -> None:
+    ours, theirs = pair
+    news = [StepEvents([EVENT], EngineStats(num_running=count)) for count in range(3)]
+    with ours, theirs:
+        ipc.FrameSocket(ours).send(*news)
+        assert receive_news(theirs) == news
 
 
 def test_news_over_the_limit_goes_in_several_frames(
