@@ -7,8 +7,8 @@ max_tokens and delays nobody.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 from typing import Literal
 
 import msgspec
@@ -63,7 +63,8 @@ class RequestStream:
         self._open_choices = set(range(request.sampling.n))
         self._events = EventBuffer()
         self._error: RequestError | None = None
-        self._news = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None
+        """What the consumer waits on; None while it does not wait."""
 
     @property
     def is_over(self) -> bool:
@@ -72,7 +73,7 @@ class RequestStream:
 
     def accept(self) -> None:
         self.accepted = True
-        self._news.set()
+        self._wake()
 
     def add(self, event: TokenEvent) -> None:
         if not self.accepted or event.index not in self._open_choices:
@@ -81,21 +82,29 @@ class RequestStream:
         if event.finish_reason is not None:
             self._open_choices.discard(event.index)
         if self._may_take:
-            self._news.set()
+            self._wake()
 
     def fail(self, error: RequestError) -> None:
         """End the stream with an error, after the events that have already arrived."""
         if not self.is_over:
             self._error = error
-            self._news.set()
+            self._wake()
 
     async def wait_accepted(self) -> None:
         """Wait for the engine's answer. Raises the refusal."""
         while not self.accepted:
             if self._error is not None:
                 raise self._error
-            self._news.clear()
-            await self._news.wait()
+            await self._wait()
+
+    async def _wait(self) -> None:
+        self._reader = asyncio.get_running_loop().create_future()
+        await self._reader
+
+    def _wake(self) -> None:
+        reader, self._reader = self._reader, None
+        if reader is not None and not reader.done():
+            reader.set_result(None)
 
     def __aiter__(self) -> RequestStream:
         return self
@@ -106,8 +115,7 @@ class RequestStream:
                 raise self._error
             if not self._open_choices:
                 raise StopAsyncIteration
-            self._news.clear()
-            await self._news.wait()
+            await self._wait()
         self._was_taken = True
         return self._events.take()
 
@@ -117,13 +125,52 @@ class RequestStream:
         return bool(self._events) and not waits_for_end
 
 
+class _RunningStream:
+    """One stream from its submission to its end; a context manager because leaving it early aborts."""
+
+    __slots__ = ("_request", "_send", "_stream", "_streams")
+
+    def __init__(
+        self,
+        streams: dict[str, RequestStream],
+        request: GenerationRequest,
+        send: Callable[[Submit | Abort], None],
+    ) -> None:
+        self._streams = streams
+        self._request = request
+        self._send = send
+        self._stream = RequestStream(request)
+
+    async def __aenter__(self) -> EventStream:
+        request_id = self._request.request_id
+        if request_id in self._streams:
+            raise InvalidRequest(f"a request with the id {request_id!r} is already running")
+        self._send(Submit(self._request))
+        self._streams[request_id] = self._stream
+        try:
+            await self._stream.wait_accepted()
+        except BaseException:
+            self._leave()
+            raise
+        return self._stream
+
+    async def __aexit__(self, *error: object) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        request_id = self._request.request_id
+        del self._streams[request_id]
+        if not self._stream.is_over:
+            self._send(Abort(request_id))
+
+
 class StreamMultiplexer:
     """The live streams of one client, and its engine's statistics across restarts of the engine."""
 
     def __init__(self) -> None:
         self._streams: dict[str, RequestStream] = {}
-        self._stats = EngineStats()
-        self._carried = EngineStats()
+        self._told = EngineStats()  # by the engine that runs now
+        self._carried = EngineStats()  # what those before it counted
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -131,33 +178,22 @@ class StreamMultiplexer:
     @property
     def stats(self) -> EngineStats:
         """Gauges of now; counters since the client was made, whatever engines died meanwhile."""
-        return self._stats
+        told, carried = self._told, self._carried
+        totals = {name: getattr(carried, name) + getattr(told, name) for name in _COUNTERS}
+        return msgspec.structs.replace(told, **totals)
 
-    @contextlib.asynccontextmanager
-    async def stream(
+    def stream(
         self,
         request: GenerationRequest,
         send: Callable[[Submit | Abort], None],
-    ) -> AsyncIterator[EventStream]:
+    ) -> AbstractAsyncContextManager[EventStream]:
         """Submit a request and wait until it is accepted. Leaving before its end sends Abort."""
-        request_id = request.request_id
-        if request_id in self._streams:
-            raise InvalidRequest(f"a request with the id {request_id!r} is already running")
-        stream = RequestStream(request)
-        send(Submit(request))
-        self._streams[request_id] = stream
-        try:
-            await stream.wait_accepted()
-            yield stream
-        finally:
-            del self._streams[request_id]
-            if not stream.is_over:
-                send(Abort(request_id))
+        return _RunningStream(self._streams, request, send)
 
     def receive(self, frame: Accepted | Refused | StepEvents) -> None:
         """Hand an engine's frame to the streams it concerns. Unknown ids are of streams left early."""
         if isinstance(frame, StepEvents):
-            self._count(frame.stats)
+            self._told = frame.stats
             for event in frame.events:
                 stream = self._streams.get(event.request_id)
                 if stream is not None:
@@ -175,12 +211,9 @@ class StreamMultiplexer:
         """End every stream: the engine is gone. What it counted is kept, its gauges fall to 0."""
         for stream in self._streams.values():
             stream.fail(error())
-        counters = {name: getattr(self._stats, name) for name in _COUNTERS}
-        self._carried = self._stats = EngineStats(**counters)
-
-    def _count(self, stats: EngineStats) -> None:
-        totals = {name: getattr(self._carried, name) + getattr(stats, name) for name in _COUNTERS}
-        self._stats = msgspec.structs.replace(stats, **totals)
+        stats = self.stats
+        self._carried = EngineStats(**{name: getattr(stats, name) for name in _COUNTERS})
+        self._told = EngineStats()
 
 
 def slices(frame: FromEngine) -> Iterator[FromEngine]:
@@ -242,17 +275,15 @@ class StreamingClient:
     def restarts_total(self) -> int:
         return self._restarts_total
 
-    @contextlib.asynccontextmanager
-    async def stream(self, request: GenerationRequest) -> AsyncIterator[EventStream]:
-        if self._state != "ready":
-            raise self._unavailable()
-        async with self._streams.stream(request, self._try_send) as events:
-            yield events
+    def stream(self, request: GenerationRequest) -> AbstractAsyncContextManager[EventStream]:
+        return self._streams.stream(request, self._try_send_ready)
 
     def _send(self, frame: ToEngine) -> None:
         raise NotImplementedError
 
-    def _try_send(self, frame: Submit | Abort) -> None:
+    def _try_send_ready(self, frame: Submit | Abort) -> None:
+        if self._state != "ready" and isinstance(frame, Submit):
+            raise self._unavailable()
         try:
             self._send(frame)
         except (UnicodeEncodeError, OverflowError) as error:
