@@ -8,9 +8,10 @@ is the first token of any choice, and a request that never had a token gives non
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics import MetricWrapperBase
 
 from headrace.gateway.collectors import GatewayCollector, ReplicaCollector
 from headrace.types import RequestSummary, RequestTimings
@@ -58,8 +59,8 @@ class GatewayMetrics:
         self._inter_token = self._histogram(
             "inter_token", "Between two pieces of news of one choice", _TOKEN_BUCKETS
         )
-        self._inter_token_of: dict[str, Histogram] = {}
-        """By model: looking a label up costs as much as counting, and this one counts every token."""
+        self._children: dict[tuple[object, ...], Any] = {}
+        """By metric and labels: the metric's own look-up costs as much as counting."""
         self._queue = self._histogram("queue", "Waiting in the engine before the first step")
         self._prefill = self._histogram("prefill", "First step to first token")
         self._decode = self._histogram("decode", "First token to last")
@@ -74,29 +75,26 @@ class GatewayMetrics:
         """A request for a known model passed validation and goes to a replica."""
         key = (model, endpoint)
         self._active_counts[key] = self._active_counts.get(key, 0) + 1
-        self._active.labels(*key).set(self._active_counts[key])
+        self._child(self._active, *key).set(self._active_counts[key])
 
     def inter_token(self, model: str, seconds: float) -> None:
         """Seconds between two pieces of news of the same choice."""
-        child = self._inter_token_of.get(model)
-        if child is None:
-            child = self._inter_token_of[model] = self._inter_token.labels(model)
-        child.observe(seconds)
+        self._child(self._inter_token, model).observe(seconds)
 
     def request_finished(self, summary: RequestSummary, timings: Sequence[RequestTimings]) -> None:
         """Take the facts of a request that ended; those refused before they started have no model."""
         key = (summary.model, summary.endpoint)
-        self._requests.labels(*key, str(summary.status)).inc()
+        self._child(self._requests, *key, str(summary.status)).inc()
         if summary.status == 499:
-            self._aborts.labels(*key).inc()
+            self._child(self._aborts, *key).inc()
         elif summary.status >= 500:
-            self._failures.labels(*key).inc()
+            self._child(self._failures, *key).inc()
         if not self._active_counts.get(key):
             return
         self._active_counts[key] -= 1
-        self._active.labels(*key).set(self._active_counts[key])
+        self._child(self._active, *key).set(self._active_counts[key])
         for reason in summary.finish_reasons:
-            self._choices.labels(summary.model, reason).inc()
+            self._child(self._choices, summary.model, reason).inc()
         self._observe_times(summary, timings)
 
     def render(self) -> bytes:
@@ -105,15 +103,22 @@ class GatewayMetrics:
 
     def _observe_times(self, summary: RequestSummary, timings: Sequence[RequestTimings]) -> None:
         model = summary.model
-        self._duration.labels(model).observe(summary.duration_seconds)
+        self._child(self._duration, model).observe(summary.duration_seconds)
         if summary.ttft_seconds is not None:
-            self._ttft.labels(model).observe(summary.ttft_seconds)
+            self._child(self._ttft, model).observe(summary.ttft_seconds)
         if summary.tpot_seconds is not None:
-            self._tpot.labels(model).observe(summary.tpot_seconds)
+            self._child(self._tpot, model).observe(summary.tpot_seconds)
         if timings:  # of its slowest choice: what the whole request waited for
-            self._queue.labels(model).observe(max(each.queue_seconds for each in timings))
-            self._prefill.labels(model).observe(max(each.prefill_seconds for each in timings))
-            self._decode.labels(model).observe(max(each.decode_seconds for each in timings))
+            self._child(self._queue, model).observe(max(each.queue_seconds for each in timings))
+            self._child(self._prefill, model).observe(max(each.prefill_seconds for each in timings))
+            self._child(self._decode, model).observe(max(each.decode_seconds for each in timings))
+
+    def _child(self, metric: MetricWrapperBase, *labels: str) -> Any:
+        key = (metric, *labels)
+        child = self._children.get(key)
+        if child is None:
+            child = self._children[key] = metric.labels(*labels)
+        return child
 
     def _counter(self, name: str, text: str, labels: Sequence[str]) -> Counter:
         return Counter(f"headrace_{name}", text, labels, registry=self._registry)

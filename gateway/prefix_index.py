@@ -33,9 +33,12 @@ class PrefixIndex:
         """Note that a request with this chain of digests was sent to a replica."""
         bit = 1 << self._bit(replica_id)
         entries = self._entries
+        get, move_to_end = entries.get, entries.move_to_end
         for digest in reversed(hashes[:MAX_BLOCKS]):
-            entries[digest] = entries.get(digest, 0) | bit
-            entries.move_to_end(digest)
+            mask = get(digest, 0)
+            if not mask & bit:
+                entries[digest] = mask | bit
+            move_to_end(digest)
         while len(entries) > self._max_entries:
             entries.popitem(last=False)
 
@@ -43,15 +46,29 @@ class PrefixIndex:
         """Return how many leading blocks of the chain each replica was sent; those with none are left out."""
         candidates = self._live()
         matched: dict[str, int] = {}
+        get = self._entries.get
         for depth, digest in enumerate(hashes[:MAX_BLOCKS]):
-            mask = self._entries.get(digest, 0) & candidates
-            if depth and mask != candidates:
+            mask = get(digest, 0) & candidates
+            if mask == candidates:
+                continue
+            if depth:
                 matched.update(dict.fromkeys(self._replicas(candidates & ~mask), depth))
             candidates = mask
             if not candidates:
                 return matched
         matched.update(dict.fromkeys(self._replicas(candidates), min(len(hashes), MAX_BLOCKS)))
         return matched if hashes else {}
+
+    def match_one(self, replica_id: str, hashes: Sequence[bytes]) -> int:
+        """Return how many leading blocks of the chain one replica was sent."""
+        bit = self._bits.get(replica_id)
+        if bit is None:
+            return 0
+        entries, mask = self._entries, 1 << bit
+        for depth, digest in enumerate(hashes[:MAX_BLOCKS]):
+            if not entries.get(digest, 0) & mask:
+                return depth
+        return min(len(hashes), MAX_BLOCKS)
 
     def forget(self, replica_id: str) -> None:
         """Drop a replica that was removed or has restarted with an empty cache."""

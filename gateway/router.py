@@ -140,21 +140,25 @@ class Router:
 
     def matched_tokens(self, replica: Replica, request: RoutingRequest) -> int:
         """Return how much of the prompt a replica is known to have been sent."""
-        return self._matched_tokens(request, (replica,))[replica.id]
+        self._forget_restarted((replica,))
+        return self.prefixes.match_one(replica.id, request.prefix_hashes) * _block_size(replica)
 
     def _matched_tokens(
         self, request: RoutingRequest, replicas: Sequence[Replica]
     ) -> dict[str, int]:
         """Return how much of the prompt each replica was sent before, by id; a restarted one, nothing."""
+        self._forget_restarted(replicas)
+        matched = self.prefixes.match(request.prefix_hashes)
+        return {
+            replica.id: matched.get(replica.id, 0) * _block_size(replica) for replica in replicas
+        }
+
+    def _forget_restarted(self, replicas: Sequence[Replica]) -> None:
         for replica in replicas:
             restarts = replica.client.restarts_total
             if self._restarts.setdefault(replica.id, restarts) != restarts:
                 self._restarts[replica.id] = restarts
                 self.prefixes.forget(replica.id)
-        matched = self.prefixes.match(request.prefix_hashes)
-        return {
-            replica.id: matched.get(replica.id, 0) * _block_size(replica) for replica in replicas
-        }
 
     def views(self, model: str = "") -> tuple[ReplicaView, ...]:
         """Return what policies may see of the replicas of a model, or of all where none is named."""

@@ -91,6 +91,8 @@ def test_it_agrees_with_a_plain_table(sent: list[tuple[str, str, int]]) -> None:
     for prompt in "xyz":
         expected = {each: blocks for (each, p), blocks in longest.items() if p == prompt}
         assert index.match(chain(prompt, 6)) == expected
+        for replica in "abc":
+            assert index.match_one(replica, chain(prompt, 6)) == expected.get(replica, 0)
 
 
 # --- prompts whose tokens nobody here knows ----------------------------------------------
