@@ -1,4 +1,4 @@
-"""Cases of the row operations, the quantized product and the draw, with the oracle's answers, for every GPU backend.
+"""Cases of the row operations, the quantized product and the draw, with the oracle's answers.
 
 Each check takes the kernels of a backend and raises AssertionError where they and the oracle differ.
 """
