@@ -68,10 +68,10 @@ class CpuBackend:
                 return FastRunner(model, group, settings, quantization=quantization, report=report)
             except UnsupportedModel as unsupported:
                 reason = str(unsupported)
-        if settings.activations != "precise":
+        if settings.activations == "int8":
             raise ConfigError(
                 f"models.*.engine.activations is {settings.activations}, which only the CPU's fast path "
-                f"computes, and that cannot serve '{model.name}' here: {reason}; set it to precise"
+                f"computes, and that cannot serve '{model.name}' here: {reason}; set it to auto"
             )
         if settings.kv_dtype == "int8":
             raise ConfigError(

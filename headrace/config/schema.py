@@ -111,8 +111,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Reuse the KV rows of a prefix that an earlier request has computed."""
     deterministic: bool = False
     """Results depend on nothing else in the batch, bit for bit; slower only where a path is not so anyway."""
-    activations: Literal["precise", "int8"] = "precise"
-    """Backend cpu, products with integer weights: int8 is faster for many rows and less exact."""
+    activations: Literal["auto", "precise", "int8"] = "auto"
+    """Backend cpu, what meets integer weights: precise 15 bits, int8; auto: int8 for weights below 8 bits."""
 
 
 class PoliciesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -137,7 +137,8 @@ from headrace.types import EngineSettings
 
 backend = CpuBackend.open(0, None, SystemClock())
 model = open_checkpoint(pathlib.Path(sys.argv[1]))
-runner = backend.create_runner(model, SingleRank(), EngineSettings(max_model_len=256, num_threads=2))
+settings = EngineSettings(max_model_len=256, num_threads=2, activations="precise")
+runner = backend.create_runner(model, SingleRank(), settings)
 runner.allocate(4)
 tokens = list(range(40, 73))
 batch = forward_batch([SequenceStep(tokens, 0, [2, 0, 3], [0, 20, 32])], block_size=16)

@@ -13,6 +13,7 @@ from headrace.backends.cpu.fast.pool import (
     FIRST_PAUSE_SECONDS,
     MAX_PAUSE_SECONDS,
     ThreadGovernor,
+    ThreadGovernors,
     ThreadPool,
 )
 
@@ -76,6 +77,14 @@ def test_one_thread_stays_one() -> None:
     governor = ThreadGovernor(1)
     governor.observe(CALM, STEP_SECONDS)
     assert governor.num_threads() == 1
+
+
+def test_disturbed_decodes_take_no_thread_from_prompts() -> None:
+    governors = ThreadGovernors(2)
+    while governors.of(1).num_threads() == 2:
+        governors.of(1).observe(0.9, 0.003)
+    assert governors.of(120).num_threads() == 2
+    assert governors.of(64) is governors.of(127)
 
 
 def parameters() -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -44,6 +44,8 @@ FORMS: Mapping[str, tuple[int, int]] = {
 }
 """Scheme -> its number in kernels_packing and the form of its tiles."""
 SCHEMES = frozenset(FORMS)
+COARSE = frozenset(scheme for scheme in FORMS if scheme.startswith(("q4", "q5", "q6")))
+"""Of fewer than 8 bits."""
 
 
 class UnsupportedModel(Exception):
@@ -60,6 +62,8 @@ class TileRun:
     num_columns: int
     """Of 16 outputs each."""
     first_output: int
+    is_coarse: bool
+    """Stored in fewer than 8 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +103,7 @@ class Packer:
         runs: list[TileRun] = []
         pieces: list[NDArray[np.uint8]] = []
         first = 0
-        for form, members in _by_form(gathered):
+        for form, is_coarse, members in _by_form(gathered):
             out_size = sum(part.shape[0] for part in members)
             if first % LANES:
                 raise UnsupportedModel(
@@ -108,7 +112,7 @@ class Packer:
             columns = -(-out_size // LANES)
             piece = self._arena.take(columns * (in_size // GROUP) * TILE_BYTES[form])
             _pack(members, form, in_size // GROUP, address(piece))
-            runs.append(TileRun(form, address(piece), columns, first))
+            runs.append(TileRun(form, address(piece), columns, first, is_coarse))
             pieces.append(piece)
             first += out_size
         bias_at = 0
@@ -121,15 +125,15 @@ class Packer:
         return HeldWeight(tuple(runs), first, in_size, bias_at, num_bytes, tuple(pieces))
 
 
-def _by_form(parts: Sequence[WeightPart]) -> list[tuple[int, list[WeightPart]]]:
-    """Group neighbours of the same form."""
-    grouped: list[tuple[int, list[WeightPart]]] = []
+def _by_form(parts: Sequence[WeightPart]) -> list[tuple[int, bool, list[WeightPart]]]:
+    """Group neighbours of the same form and coarseness."""
+    grouped: list[tuple[int, bool, list[WeightPart]]] = []
     for part in parts:
-        form = FORMS[part.scheme][1]
-        if grouped and grouped[-1][0] == form:
-            grouped[-1][1].append(part)
+        kind = FORMS[part.scheme][1], part.scheme in COARSE
+        if grouped and grouped[-1][:2] == kind:
+            grouped[-1][2].append(part)
         else:
-            grouped.append((form, [part]))
+            grouped.append((*kind, [part]))
     return grouped
 
 

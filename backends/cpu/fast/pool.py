@@ -57,6 +57,25 @@ class ThreadGovernor:
             self._disturbed = DISTURBED_STEPS - 1
 
 
+class ThreadGovernors:
+    """A governor for each size of step, since what disturbs a short one is nothing to a long one.
+
+    Behind each token of a single stream the gateway takes a core for a moment: long beside a decode, which
+    one thread computes as well, and short beside a prompt, which needs them all.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+        self._by_size: dict[int, ThreadGovernor] = {}
+
+    def of(self, num_tokens: int) -> ThreadGovernor:
+        """Return the governor of steps of so many tokens: those of one power of two share one."""
+        size = num_tokens.bit_length()
+        if size not in self._by_size:
+            self._by_size[size] = ThreadGovernor(self._num_threads)
+        return self._by_size[size]
+
+
 class ThreadPool:
     """Runs steps. Used by one thread at a time; `close` ends the workers."""
 
@@ -65,7 +84,7 @@ class ThreadPool:
         self._parameters = parameters
         self._control = np.zeros(CONTROL_WORDS, np.int64)
         self._num_threads = num_threads
-        self._governor = ThreadGovernor(num_threads)
+        self._governors = ThreadGovernors(num_threads)
         self._workers: list[threading.Thread] = []
         enter(0, address(parameters), address(self._control))  # compiles, before any worker does
         for index in range(1, num_threads):
@@ -80,12 +99,13 @@ class ThreadPool:
         """Run the step that the parameters describe; return how many threads it had."""
         waits = self._control[at.LONG_WAITS : at.LONG_WAITS + self._num_threads * at.LINE_WORDS]
         waits[:] = 0
-        threads = self._governor.num_threads()
+        governor = self._governors.of(int(self._parameters[at.NUM_TOKENS]))
+        threads = governor.num_threads()
         self._parameters[at.NUM_THREADS] = threads
         started = time.perf_counter_ns()
         enter(0, address(self._parameters), address(self._control))
         elapsed = max(1, time.perf_counter_ns() - started)
-        self._governor.observe(int(waits.max()) / elapsed, elapsed / 1e9)
+        governor.observe(int(waits.max()) / elapsed, elapsed / 1e9)
         return threads
 
     def num_parked(self) -> int:

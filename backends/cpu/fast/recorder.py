@@ -21,11 +21,18 @@ from headrace.backends.cpu.fast.kernels_product import (
     BRAIN,
     CODE_BYTES,
     GROUP,
+    NARROW,
     PLAIN,
     RECORD_BYTES,
     WIDE,
 )
-from headrace.backends.cpu.fast.packing import HeldWeight, Packer, UnsupportedModel, round_up
+from headrace.backends.cpu.fast.packing import (
+    HeldWeight,
+    Packer,
+    TileRun,
+    UnsupportedModel,
+    round_up,
+)
 from headrace.interfaces import AttentionSpec
 from headrace.types import KVGroupSpec, WeightPart
 
@@ -96,9 +103,9 @@ class Program:
 class Recorder:
     """Implements what loading and a forward need of headrace.interfaces.Ops; `finish` gives the program."""
 
-    def __init__(self, groups: Sequence[KVGroupSpec], coding: int = WIDE) -> None:
-        """`coding` is that of activations which meet weights in integers."""
-        self._coding = coding
+    def __init__(self, groups: Sequence[KVGroupSpec], activations: str) -> None:
+        """`activations` is EngineSettings.activations: how those are coded which meet integer weights."""
+        self._activations = activations
         self._packer = Packer(Arena())
         self._group_of = {layer: index for index, g in enumerate(groups) for layer in g.layers}
         self._head_dims = {layer: group.head_dim for group in groups for layer in group.layers}
@@ -147,7 +154,7 @@ class Recorder:
         return out
 
     def linear(self, x: Activation, weight: HeldWeight) -> Activation:
-        codings = [BRAIN if run.form == PLAIN else self._coding for run in weight.runs]
+        codings = [_coding(run, self._activations) for run in weight.runs]
         coded = {coding: self._as_codes(x, coding) for coding in dict.fromkeys(codings)}
         out = self._value(self._values[x.value].domain, weight.out_size)
         for index, run in enumerate(weight.runs):
@@ -349,6 +356,19 @@ class Recorder:
 def _bits(number: float) -> int:
     """The bits of a number as f32."""
     return int(np.float32(number).view(np.int32))
+
+
+def _coding(run: TileRun, activations: str) -> int:
+    """Return how activations are coded that meet these weights.
+
+    auto: no finer than the weights deserve. Having four to six bits costs a model far more than int8
+    activations do; having eight does not.
+    """
+    if run.form == PLAIN:
+        return BRAIN
+    if activations == "auto":
+        return NARROW if run.is_coarse else WIDE
+    return {"precise": WIDE, "int8": NARROW}[activations]
 
 
 def _check_width(width: int, what: str) -> None:

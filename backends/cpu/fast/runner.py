@@ -14,7 +14,7 @@ import numpy as np
 from headrace.backends.cpu.fast import layout as at
 from headrace.backends.cpu.fast.arena import address
 from headrace.backends.cpu.fast.intrinsics import LANES
-from headrace.backends.cpu.fast.kernels_product import GROUP, NARROW, WIDE
+from headrace.backends.cpu.fast.kernels_product import GROUP
 from headrace.backends.cpu.fast.kv_pool import FORMS, FastKVPool, bytes_per_block
 from headrace.backends.cpu.fast.packing import SCHEMES, UnsupportedModel
 from headrace.backends.cpu.fast.pool import ThreadPool
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-CODINGS = {"precise": WIDE, "int8": NARROW}
-"""`EngineSettings.activations` -> how they are coded."""
 MAX_HEAD_DIM = 512
 """More would overflow the 32-bit sums of int8 keys."""
 
@@ -109,7 +107,7 @@ class FastRunner:
                 raise UnsupportedModel(
                     f"head_dim {spec.head_dim} is not a multiple of {LANES} up to {MAX_HEAD_DIM}"
                 )
-        recorder = Recorder(self._groups, CODINGS[settings.activations])
+        recorder = Recorder(self._groups, settings.activations)
 
         def expand(part: WeightPart) -> WeightPart:
             return part if part.scheme in SCHEMES else model.expand(part)
