@@ -94,14 +94,13 @@ class RequestRecord:
         now = self.state.clock.now()
         for choice, reason in zip(self._choices.values(), finish_reasons, strict=False):
             choice.finish_reason = reason
-        first = next(iter(self._choices.values()))
-        first.last_time = now
-        if usage is None:
-            first.num_tokens = otherwise
-            return
-        self._prompts[0].num_tokens = usage.prompt_tokens
-        self._prompts[0].cached_tokens = usage.cached_tokens
-        first.num_tokens = usage.completion_tokens
+        num_tokens = otherwise if usage is None else usage.completion_tokens
+        each, rest = divmod(num_tokens, len(self._choices))
+        for index, choice in enumerate(self._choices.values()):
+            choice.num_tokens, choice.last_time = each + (index < rest), now
+        if usage is not None:
+            self._prompts[0].num_tokens = usage.prompt_tokens
+            self._prompts[0].cached_tokens = usage.cached_tokens
 
     def take(self, prompt_index: int, events: Sequence[TokenEvent]) -> None:
         """Note news."""

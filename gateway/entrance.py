@@ -87,6 +87,17 @@ def expected_load(state: GatewayState, model: str, tenant: str, max_tokens: int)
     )
 
 
+def _reserved(state: GatewayState, request: GenerationRequest, max_model_len: int) -> int:
+    """Return the output tokens that limits reserve for one choice.
+
+    Who sets no bound may take all the room there is and takes a little of it: what is expected.
+    """
+    most = request.sampling.max_tokens or 0
+    if len(request.prompt_token_ids) + most < max_model_len:
+        return most
+    return expected_load(state, request.model, request.tenant, most)
+
+
 async def admit_call(
     state: GatewayState, ticket: Ticket, arrival: TicketView, call: Call
 ) -> list[Placement]:
@@ -94,7 +105,9 @@ async def admit_call(
     routing = [routing_request(state, request, call.session) for request in call.requests]
     if state.admission.is_open:
         return [Placement(*each) for each in zip(call.requests, routing, strict=True)]
-    most = call.num_choices * sum(each.sampling.max_tokens or 0 for each in call.requests)
+    most = call.num_choices * sum(
+        _reserved(state, request, call.card.max_model_len) for request in call.requests
+    )
     view = parsed_view(arrival, call.card.name, routing, most)
     predict = state.admission.expected_output.predict
     expected = [

@@ -82,7 +82,8 @@ class Serving:
         self.caller.identity.check_model(group.name)
         routing = await self._text_routing(relayed, group)
         if not self.state.admission.is_open:
-            view = parsed_view(self.arrival, group.name, [routing], relayed.max_output_tokens)
+            most = relayed.max_output_tokens or routing.expected_output_tokens
+            view = parsed_view(self.arrival, group.name, [routing], most)
             await pass_gate(self.state, self.ticket, view, [routing])
         self.record.begin(group.name, [routing.num_prompt_tokens], relayed.num_choices)
         proposed = self.ticket.replica_ids[0] if self.ticket.replica_ids else ""

@@ -154,7 +154,7 @@ class TicketView:
     num_prompt_tokens: int = 0
     """Of all prompts together."""
     max_output_tokens: int = 0
-    """Of all choices together."""
+    """Of all choices together; what is expected where the caller sets no bound."""
     num_choices: int = 1
     replica_id: str = ""
     """The replica that routing proposes for the first prompt."""

@@ -106,6 +106,24 @@ def test_limits_are_settled_however_a_request_ends(how: str) -> None:
     asyncio.run(main())
 
 
+def test_who_sets_no_bound_reserves_what_is_expected() -> None:
+    """Most clients leave max_tokens out: the whole context for each would fit no bucket."""
+
+    async def main() -> None:
+        gateway = FakeGateway(admission=[make("token_bucket", tokens_per_minute=240)])
+        body = {"messages": USER["messages"]}  # of 256 tokens of context
+        answer = await RawExchange(gateway.app, CHAT, body).start().finished()
+        assert answer.status == 200
+        prompt = len(gateway.engine.requests[0].prompt_token_ids)
+        left = int(answer.headers["x-ratelimit-remaining-tokens"])
+        assert left == 240 - prompt - 128
+        asked = {**body, "max_tokens": 255 - prompt}
+        refused = await RawExchange(gateway.app, CHAT, asked).start().finished()
+        assert refused.json()["error"]["reason"] == "request_too_large"
+
+    asyncio.run(main())
+
+
 def test_answers_say_what_is_left() -> None:
     async def main() -> None:
         gateway = FakeGateway(

@@ -13,6 +13,7 @@ from headrace.clock import SystemClock
 from headrace.config import ReplicaEntry
 from headrace.gateway.breaker import CircuitBreaker
 from headrace.gateway.upstream import Upstream
+from headrace.policies.admission.token_bucket import TokenBucket
 from headrace.testing.fake_gateway import RawExchange, parse_events, until
 from headrace.testing.fake_upstream import (
     DONE,
@@ -193,6 +194,22 @@ def test_an_answer_without_usage_is_counted_by_its_length() -> None:
             assert (await ask(gateway)).status == 200
             (finished,) = gateway.metrics.finished
             assert 100 < finished.completion_tokens < 1000
+
+    run(main)
+
+
+@pytest.mark.parametrize(("more", "reserved"), [({}, 128), ({"n": 2}, 256), ({"max_tokens": 9}, 9)])
+def test_tokens_are_reserved_for_other_servers_too(more: dict[str, Any], reserved: int) -> None:
+    async def main() -> None:
+        async with relaying(FakeUpstream()) as gateway:
+            bucket = TokenBucket(TokenBucket.Options(tokens_per_minute=1000))
+            gateway.state.admission.use([bucket])
+            first = await ask(gateway, {**ASK, **more})
+            left = int(first.headers["x-ratelimit-remaining-tokens"])
+            assert 1000 - reserved - 6 <= left < 1000 - reserved, "and a few for the prompt"
+            again = await ask(gateway, {**ASK, **more})
+            used = left - int(again.headers["x-ratelimit-remaining-tokens"])
+            assert used in (6, 7), "settled to the 7 tokens that the other server counted"
 
     run(main)
 
