@@ -12,6 +12,7 @@ import contextlib
 import signal
 import socket
 import subprocess
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import msgspec
 
 from headrace.engine.ipc import encode_frame, read_frame
-from headrace.engine.spawn import kill, take
+from headrace.engine.spawn import SHOW_WHERE_SIGNAL, kill, take
 from headrace.errors import EngineFailed
 from headrace.types import FromEngine, ToEngine
 
@@ -126,6 +127,11 @@ class ChildProcess:
     async def wait_exit(self, seconds: float) -> bool:
         """Wait for the process to end by itself; False where it did not in time."""
         return await _wait_exit(self._process, seconds)
+
+    def show_where(self) -> None:
+        """Have it print where each of its threads is, whatever it does; nothing on Windows."""
+        if sys.platform != "win32":
+            self._process.send_signal(SHOW_WHERE_SIGNAL)
 
     def terminate(self) -> None:
         """Ask it to leave (SIGTERM)."""

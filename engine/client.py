@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from headrace.engine.child import ChildProcess, describe_exit, relay_line
 from headrace.engine.heartbeat import Heartbeat
+from headrace.engine.last_words import LastWords
 from headrace.engine.loop import EngineLoop, SteppedEngine
 from headrace.engine.outbox import Outbox
 from headrace.engine.policy_control import PolicyControl as PolicyControl
@@ -36,8 +37,6 @@ from headrace.types import (
     Stop,
     ToEngine,
 )
-
-"""-P: a folder named headrace where the server was started must not shadow the package."""
 
 _STOP_SECONDS = 1.0
 _TERMINATE_SECONDS = 0.3
@@ -243,6 +242,7 @@ class ProcessEngine(StreamingClient):
         """`hang_seconds`: a ready process that gives no sign of life for so long is killed."""
         super().__init__(client_id)
         self._heartbeat = Heartbeat(client_id, hang_seconds)
+        self._last_words = LastWords()
         self._config = dict(config)
         self._command = tuple(command)
         self._restarts = restarts or RestartRule()
@@ -320,7 +320,8 @@ class ProcessEngine(StreamingClient):
             return _Life(f"the engine of replica '{self.id}' cannot be started: {error}")
         try:
             self._child = child
-            child.send(StartEngine(config=self.policies.starting(self._config)))
+            config = self.policies.starting(self._config)
+            child.send(StartEngine(config=config, benched=self.policies.benched))
             stated = await self._serve(child)
             return await self._bury(child, stated)
         finally:
@@ -356,6 +357,10 @@ class ProcessEngine(StreamingClient):
         code = child.exit_code
         how = describe_exit(code) if exited and code is not None else "closed its connection"
         how = self._heartbeat.take_verdict() or how
+        kind = self._last_words.take_kind()
+        if kind:
+            how += f" inside its {kind} policy"
+            self.policies.bench(kind, f"the engine process {how}")
         name = f"the engine process of replica '{self.id}'"
         why = f" ({self._told_clients})" if self._told_clients else ""
         self.policies.gone()
@@ -371,4 +376,5 @@ class ProcessEngine(StreamingClient):
         return _Life(reason, ready_seconds=ready_seconds)
 
     def _print(self, line: str) -> None:
+        self._last_words.note(line)
         relay_line(self._log, line)

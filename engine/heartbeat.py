@@ -18,6 +18,8 @@ from headrace.types import FromEngine, Ping, Pong
 _PINGS_PER_HANG = 4
 _STEP_PER_HANG = 12
 """A step may take so many times the time a silence may."""
+_LAST_WORDS_SECONDS = 0.25
+"""For the process to print where it hangs, and for us to read it."""
 
 
 class Heartbeat:
@@ -62,6 +64,8 @@ class Heartbeat:
                 log = structlog.get_logger("headrace.engine")
                 log.error("engine hangs", replica=self._id, verdict=self._verdict)
                 self._busy_seconds = 0.0
+                child.show_where()
+                await asyncio.sleep(_LAST_WORDS_SECONDS)
                 child.kill()
                 return
             if asked_at is None or self._heard_at >= asked_at:

@@ -42,6 +42,7 @@ class PolicyControl:
         self._kept: dict[str, PolicyChoice] = {}
         self._started_with: dict[str, PolicyChoice] = {}
         self._catching_up: set[int] = set()
+        self._benched: dict[str, str] = {}
         self._states: Sequence[PolicyState] = ()
 
     @property
@@ -63,7 +64,7 @@ class PolicyControl:
 
     async def commit(self, swap_id: int, kind: str, choice: PolicyChoice) -> None:
         """Have the engine use what it prepared. One that is gone meanwhile comes back with it."""
-        self._kept[kind] = choice
+        self.keep(kind, choice)
         try:
             await self._ask(CommitPolicy(swap_id))
         except EngineFailed as error:
@@ -74,6 +75,16 @@ class PolicyControl:
     def keep(self, kind: str, choice: PolicyChoice) -> None:
         """Use a policy from the next start on, or as soon as the engine that is starting is ready."""
         self._kept[kind] = choice
+        self._benched.pop(kind, None)
+
+    def bench(self, kind: str, reason: str) -> None:
+        """Start the next engines without the policy of a kind, which ended this one, until another is kept."""
+        self._benched[kind] = reason
+
+    @property
+    def benched(self) -> dict[str, str]:
+        """What an engine is to be started without, by kind, and why."""
+        return dict(self._benched)
 
     def drop(self, swap_id: int) -> None:
         self._send(DropPolicy(swap_id))

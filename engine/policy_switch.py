@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from headrace.errors import HeadraceError
-from headrace.policy_guard import PolicyGuard
+from headrace.policy_guard import PolicyGuard, load_policy
 from headrace.policy_watchdog import Watchdog
 from headrace.types import (
     CommitPolicy,
@@ -44,6 +44,11 @@ class PolicySwitch:
         self._create = create
         self._prepared: dict[int, tuple[str, PolicyChoice, Any]] = {}
         self._failures_told = 0
+
+    def bench(self, reasons: Mapping[str, str]) -> None:
+        """Let the built-in decide for these kinds, whose policies ended an engine before this one."""
+        for kind, reason in reasons.items():
+            self._guards[kind].bench(reason)
 
     def states(self) -> list[PolicyState]:
         """Return what is in force, one entry per kind."""
@@ -81,10 +86,8 @@ class PolicySwitch:
                 known = ", ".join(self._guards)
                 error = f"kind '{frame.kind}' cannot be swapped in an engine; these can: {known}"
             else:
-                policy = self._create(frame.kind, frame.choice)
+                policy = load_policy(self.watchdog, self._create, frame.kind, frame.choice)
                 self._prepared[frame.swap_id] = (frame.kind, frame.choice, policy)
         except HeadraceError as refusal:
             error = str(refusal)
-        except Exception as bug:
-            error = f"{type(bug).__name__}: {bug}"
         emit(PolicyPrepared(frame.swap_id, error))

@@ -19,6 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 WORKER_COMMAND = (sys.executable, "-P", "-X", "faulthandler", "-m", "headrace.worker")
+"""-P: a folder named headrace where the server was started must not shadow the package."""
+SHOW_WHERE_SIGNAL = signal.SIGUSR2 if sys.platform != "win32" else signal.SIGTERM
+"""Has a worker print where its threads are; it is sent and caught on POSIX only."""
 _MAX_SOCKET_PATH_BYTES = 100
 
 

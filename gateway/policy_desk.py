@@ -20,7 +20,8 @@ from headrace.errors import EngineFailed, HeadraceError, InvalidRequest, Request
 from headrace.gateway.admission import AdmissionGate
 from headrace.gateway.replica import Replica
 from headrace.gateway.router import Router
-from headrace.policy_guard import AdmissionGuard, PolicyGuard
+from headrace.policy_guard import AdmissionGuard, PolicyGuard, load_policy
+from headrace.policy_watchdog import Watchdog
 from headrace.types import PolicyChoice, PolicyState
 
 ENGINE_KINDS = ("scheduling", "eviction")
@@ -57,6 +58,7 @@ class PolicyDesk:
     guard_admission: Callable[[Any], AdmissionGuard]
     """Put before an admission policy that comes in; it takes the place of all there are."""
     _kept: dict[tuple[str, str], PolicyChoice] = field(default_factory=dict)
+    _watchdog: Watchdog = field(default_factory=Watchdog)
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def in_force(self) -> list[InForce]:
@@ -102,7 +104,7 @@ class PolicyDesk:
 
     async def _swap_own(self, kind: str, choice: PolicyChoice) -> None:
         try:
-            policy = await asyncio.to_thread(self.create, kind, choice)
+            policy = await asyncio.to_thread(load_policy, self._watchdog, self.create, kind, choice)
         except HeadraceError as error:
             raise InvalidRequest(str(error), param="use") from error
         if kind == "routing":

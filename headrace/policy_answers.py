@@ -19,16 +19,14 @@ from headrace.types import (
     SchedulerView,
 )
 
-_MAX_REASON = 300
-
 
 class Nonsense(Exception):
     """A policy's answer breaks its contract."""
 
 
-def printable(text: str) -> str:
+def printable(text: str, most: int = 300) -> str:
     """Return text, shortened, that every encoding of a frame and a log takes."""
-    short = text if len(text) <= _MAX_REASON else f"{text[:_MAX_REASON]}…"
+    short = text if len(text) <= most else f"{text[:most]}…"
     return short.encode("utf-8", "backslashreplace").decode("utf-8")
 
 

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import structlog
 
+from headrace.errors import HeadraceError, PluginError
 from headrace.interfaces import AdmissionPolicy, EvictionPolicy, RoutingPolicy, SchedulingPolicy
 from headrace.policy_answers import (
     Nonsense,
@@ -132,6 +133,12 @@ class PolicyGuard(Generic[PolicyT]):
         self.choice = choice or PolicyChoice(policy.name)
         _logger.info("policy_swapped", kind=self.kind, policy=policy.name, use=self.choice.use)
 
+    def bench(self, reason: str) -> None:
+        """Let the built-in decide until another policy is swapped in."""
+        self._strikes = self._limits.max_strikes
+        self.last_failure = reason
+        self._say_benched(reason)
+
     def call(self, method: str, arguments: tuple[Any, ...], check: Callable[[Any], Any]) -> Any:
         """Return the policy's checked answer, or the built-in's.
 
@@ -186,14 +193,17 @@ class PolicyGuard(Generic[PolicyT]):
             **({} if isinstance(error, Nonsense) else {"exception": _deepest_frames(error)}),
         )
         if self.is_benched:
-            self.epoch += 1
-            _logger.error(
-                "policy_benched",
-                kind=self.kind,
-                policy=self._policy.name,
-                decided_by=self._fallback.name,
-                reason=reason,
-            )
+            self._say_benched(reason)
+
+    def _say_benched(self, reason: str) -> None:
+        self.epoch += 1
+        _logger.error(
+            "policy_benched",
+            kind=self.kind,
+            policy=self._policy.name,
+            decided_by=self._fallback.name,
+            reason=reason,
+        )
 
     def _reason(self, error: BaseException) -> str:
         """Return what went wrong in a line that can be sent and shown, whatever the error's text is."""
@@ -215,7 +225,29 @@ class PolicyGuard(Generic[PolicyT]):
             self._good_calls = 0
 
 
+def load_policy(
+    watchdog: Watchdog, create: Callable[[str, PolicyChoice], Any], kind: str, choice: PolicyChoice
+) -> Any:
+    """Return what `create(kind, choice)` builds; PluginError says why it cannot, or not in time.
+
+    For any thread but the one that serves: what a script does while it is loaded is not known.
+    """
+    try:
+        return watchdog.call(create, (kind, choice), LOAD_SECONDS, may_stick=True)
+    except KeyboardInterrupt:
+        raise
+    except PolicyTimeout:
+        reason = f"was cut off after {LOAD_SECONDS:.0f} s: its module or __init__ does not come to an end"
+    except HeadraceError as error:
+        raise PluginError(printable(str(error), _MAX_REFUSAL)) from error
+    except BaseException as error:
+        reason = f"cannot be loaded: {type(error).__name__}: {error}"
+    raise PluginError(printable(f"{kind} policy '{choice.use}' {reason}", _MAX_REFUSAL))
+
+
 _ALL = 1 << 62
+LOAD_SECONDS = 20.0
+_MAX_REFUSAL = 2000
 _MAX_FRAMES = 8
 
 

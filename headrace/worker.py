@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import faulthandler
 import importlib
 import os
 import signal
@@ -24,6 +25,7 @@ from headrace.engine.client import BuiltEngine, failure_text
 from headrace.engine.ipc import FrameSocket
 from headrace.engine.loop import EngineLoop, SteppedEngine
 from headrace.engine.outbox import Outbox
+from headrace.engine.spawn import SHOW_WHERE_SIGNAL
 from headrace.errors import EngineFailed, HeadraceError
 from headrace.heap import keep_what_is_loaded, return_free_memory
 from headrace.logs import configure_logging, get_logger
@@ -72,6 +74,7 @@ class Worker:
             )
             if built.switch is not None:
                 built.switch.watchdog.on_stuck = self._give_up
+                built.switch.bench(start.benched)
             keep_what_is_loaded()
             self._loop.announce(built.card)
             self._loop.run()
@@ -111,6 +114,7 @@ class Worker:
     def _give_up(self, reason: str) -> None:
         """End the process, whatever its main thread does; called by the watchdog's thread."""
         _log().error("engine gives up", reason=reason)
+        faulthandler.dump_traceback()  # says which policy it is
         self._outbox.put(Failed(reason, told_clients=reason))
         self._outbox.close()
         time.sleep(_FLUSH_SECONDS)
@@ -123,6 +127,8 @@ class Worker:
         that thread falls asleep does not wake it.
         """
         signal.signal(signal.SIGTERM, self._on_terminate)
+        if sys.platform != "win32":
+            faulthandler.register(SHOW_WHERE_SIGNAL)
         reading_end, writing_end = os.pipe()
         os.set_blocking(writing_end, False)
         signal.set_wakeup_fd(writing_end, warn_on_full_buffer=False)

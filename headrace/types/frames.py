@@ -124,6 +124,8 @@ class StartEngine(msgspec.Struct, frozen=True, tag="start", kw_only=True):
     """The first frame: this replica's part of the effective configuration, paths absolute."""
 
     config: dict[str, Any]
+    benched: dict[str, str] = msgspec.field(default_factory=dict)
+    """Kinds whose policy ended the process before this one, and how: the built-in decides for them."""
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):

@@ -196,4 +196,31 @@ def test_a_policy_stuck_in_compiled_code_costs_a_restart_and_its_requests_learn_
         answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=90)
         assert answer.status_code >= 500
         assert "inside one call of compiled code" in answer.text
-        assert swap(server, "scheduling", "fcfs").status_code in (200, 503)
+        for _ in range(2):  # the other replica is stuck once too
+            server.wait_ready()
+            answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=90)
+        server.wait_ready()
+        assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=90).status_code == 200
+
+
+def test_an_engine_that_a_policy_hung_is_started_again_without_it(
+    config: pathlib.Path, policy: pathlib.Path
+) -> None:
+    """A sum in compiled code keeps the interpreter's lock: nothing in the process can stop it."""
+    policy.write_text(LAST_FIRST.format(budget="return sum(range(10**12))"))
+    text = config.read_text().replace(
+        "replicas: 2", "replicas: [{kind: process, hang_timeout: 2s}]"
+    )
+    config.write_text(f"{text}    policies: {{scheduling: ./last_first.py:LastFirst}}\n")
+    body = {"model": "m", "prompt": "x", "max_tokens": 6}
+    with started_server(["-c", str(config)], environment=ADMIN) as server:
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=90)
+        assert answer.status_code >= 500
+        assert "inside its scheduling policy" in answer.text
+        server.wait_ready()
+        assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=90).status_code == 200
+        (state,) = in_force(server, "scheduling")
+        assert (state["name"], state["is_benched"]) == ("last_first", True)
+        assert "gave no sign of life" in state["last_failure"]
+        assert swap(server, "scheduling", "slo").status_code == 200
+        assert not in_force(server, "scheduling")[0]["is_benched"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import queue
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,15 +12,21 @@ import msgspec
 import pytest
 import structlog
 
+from headrace.engine.policy_switch import PolicySwitch
+from headrace.errors import PluginError
 from headrace.policies.admission.unlimited import Unlimited
 from headrace.policies.routing.round_robin import RoundRobin
 from headrace.policies.scheduling.fcfs import FirstComeFirstServed
 from headrace.policy_guard import AdmissionGuard, GuardLimits, RoutingGuard, SchedulingGuard
+from headrace.policy_watchdog import Watchdog
 from headrace.testing.policies import check_routing_policy, check_scheduling_policy
 from headrace.types import (
     AdmissionView,
     Admit,
     Charge,
+    PolicyChoice,
+    PolicyPrepared,
+    PreparePolicy,
     Queue,
     Reject,
     ReplicaView,
@@ -322,3 +330,43 @@ def test_admission_falls_back_on_the_builtin(answer: Any) -> None:
 def test_a_guard_is_itself_a_policy() -> None:
     check_scheduling_policy(lambda: SchedulingGuard(FirstComeFirstServed(), FirstComeFirstServed()))
     check_routing_policy(lambda: RoutingGuard(RoundRobin(), RoundRobin()))
+
+
+def endless(kind: str, choice: PolicyChoice) -> Any:
+    while True:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("create", "reason"),
+    [
+        (endless, "was cut off after"),
+        (raising_this(GeneratorExit()), "cannot be loaded: GeneratorExit"),
+        (raising_this(PluginError("\udcff.py is no policy")), r"\\udcff.py is no policy"),
+    ],
+)
+def test_a_policy_that_cannot_be_loaded_is_refused_in_time_and_in_words_that_can_be_sent(
+    create: Callable[..., Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.policy_guard.LOAD_SECONDS", 0.05)
+    told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    guard = SchedulingGuard(Odd(), FirstComeFirstServed())
+    watchdog = Watchdog(stuck_after_seconds=0.0)
+    watchdog.on_stuck = told.put
+    switch = PolicySwitch({"scheduling": guard}, create, watchdog)
+    switch.handle(PreparePolicy(1, "scheduling", PolicyChoice("./x.py:X")), told.put)
+    answer = told.get(timeout=30)
+    assert isinstance(answer, PolicyPrepared)
+    assert re.search(reason, answer.error)
+    msgspec.msgpack.encode(answer)
+
+
+def test_a_policy_that_ended_the_engine_before_stays_benched_until_a_swap() -> None:
+    guard = SchedulingGuard(Odd(), FirstComeFirstServed())
+    switch = PolicySwitch({"scheduling": guard}, lambda kind, choice: Odd(), Watchdog())
+    switch.bench({"scheduling": "the engine process hung inside it"})
+    assert ids(guard) == ["a", "b"]
+    state = switch.report().states[0]
+    assert (state.is_benched, state.last_failure) == (True, "the engine process hung inside it")
+    guard.swap(Odd())
+    assert ids(guard) == ["b", "a"]
