@@ -2,5 +2,6 @@
 
 BUILTIN = {
     "cpu": "headrace.backends.cpu.backend:CpuBackend",
+    "cupy_raw": "headrace.backends.cupy_raw.backend:CupyRawBackend",
     "simulated": "headrace.backends.simulated.backend:SimulatedBackend",
 }

@@ -11,7 +11,6 @@ from headrace.backends.gpu.sampling_arguments import pack_sampling
 from headrace.types import SamplingBatch, StepResult, TokenMasks
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
 
@@ -51,16 +50,38 @@ def upload_draw(
     )
 
 
+class Fetch:
+    """A draw's results on their way to the host: later work on the stream is not waited for."""
+
+    def __init__(self, draw: Draw) -> None:
+        self._draw = draw
+        self._event: torch.cuda.Event | None = None
+        wanted = [draw.token_ids, draw.failed]
+        if draw.most_logprobs >= 0:
+            wanted += [draw.logprobs, draw.top_token_ids, draw.top_logprobs]
+        self._host = wanted
+        if draw.token_ids.is_cuda:
+            self._host = [
+                torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(
+                    tensor, non_blocking=True
+                )
+                for tensor in wanted
+            ]
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def result(self) -> StepResult:
+        """Wait for this draw and return what it gave."""
+        if self._event is not None:
+            self._event.synchronize()
+        arrays: list[NDArray[Any]] = [tensor.numpy().copy() for tensor in self._host]
+        token_ids, failed = arrays[0], arrays[1] != 0
+        if self._draw.most_logprobs < 0:
+            return StepResult(token_ids, None, None, None, failed)
+        most = self._draw.most_logprobs
+        return StepResult(token_ids, arrays[2], arrays[3][:, :most], arrays[4][:, :most], failed)
+
+
 def fetch_result(draw: Draw) -> StepResult:
     """Wait for the draw and return what it gave."""
-
-    def down(tensor: torch.Tensor) -> NDArray[Any]:
-        array: NDArray[Any] = tensor.cpu().numpy()
-        return array
-
-    token_ids, failed = down(draw.token_ids), down(draw.failed) != 0
-    if draw.most_logprobs < 0:
-        return StepResult(token_ids, None, None, None, failed)
-    top_ids: NDArray[np.int32] = down(draw.top_token_ids)[:, : draw.most_logprobs]
-    top = down(draw.top_logprobs)[:, : draw.most_logprobs]
-    return StepResult(token_ids, down(draw.logprobs), top_ids, top, failed)
+    return Fetch(draw).result()

@@ -1,4 +1,4 @@
-"""The operations of headrace.interfaces.Ops on a GPU: torch for dense products, a backend's own kernels for the rest.
+"""The operations of headrace.interfaces.Ops on a GPU: torch's dense products, a backend's kernels for the rest.
 
 The residual stream is f32; what goes into a product is in the activations' type.
 """
@@ -15,7 +15,7 @@ from headrace.backends.gpu.device import Device
 from headrace.backends.gpu.draw import fetch_result, upload_draw
 from headrace.backends.gpu.kernels import GELU_TANH, SILU, Draw, Kernels
 from headrace.backends.gpu.kv_pool import KVLayer, KVPool, bytes_per_block, kv_dtype_of
-from headrace.backends.gpu.prefill import attend_long
+from headrace.backends.gpu.prefill import LongAttention
 from headrace.backends.gpu.step import GpuStep, GroupShape, upload_step
 from headrace.backends.gpu.weights import (
     SCHEMES,
@@ -64,7 +64,7 @@ class GpuOps:
         self._kv_dtype = kv_dtype_of(settings.kv_dtype, backend)
         self._weight_bytes = 0
         self._pool: KVPool | None = None
-        self._specs: dict[int, AttentionSpec] = {}
+        self._long_attention = LongAttention()
         self._query_heads = 0
         self._groups: tuple[KVGroupSpec, ...] = ()
         self.drawn = torch.zeros(1, dtype=torch.int32, device=device.torch_device)
@@ -236,7 +236,7 @@ class GpuOps:
         if group.work is not None:
             self.kernels.paged_attention(q, kv, spec, group.work, out)
         for sequence in group.long:
-            attend_long(q, kv, spec, sequence, out)
+            self._long_attention.attend(q, kv, spec, sequence, out)
         return out
 
     def silu_mul(self, x: torch.Tensor) -> torch.Tensor:

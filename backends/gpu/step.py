@@ -26,6 +26,7 @@ class LongSequence:
     last: int
     """Its tokens are first .. last - 1 of the step."""
     slots: torch.Tensor  # [kv_len] i8: where its rows are
+    block_table: torch.Tensor  # [1, blocks] i4: the same by block
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,5 +152,7 @@ def _long(
         blocks = batch.block_tables[index, sequence, rows // block_size].astype(np.int64)
         slots = up(blocks * block_size + rows % block_size, np.int64, device)
         first = int(batch.query_starts[sequence])
-        found.append(LongSequence(first, first + int(counts[sequence]), slots))
+        last = first + int(counts[sequence])
+        table = batch.block_tables[index, sequence, : -(-len(rows) // block_size)]
+        found.append(LongSequence(first, last, slots, up(table[None], np.int32, device)))
     return tuple(found)

@@ -1,4 +1,4 @@
-"""Linear weights on a device: plain rows that torch multiplies, or codes in groups of 32 for the small products.
+"""Linear weights on a device: plain rows that torch multiplies, or codes in groups of 32 for small products.
 
 The vocabulary's matrix is embedding and output at once and is kept plain; its products are f32, as a
 rounded logit would make ties.

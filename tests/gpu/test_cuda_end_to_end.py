@@ -1,4 +1,4 @@
-"""A model on the emulated device: the real operations, planning and launches, equal to the CPU backend's results."""
+"""A model on the emulated device: real operations, plans and launches, equal to the CPU backend's results."""
 
 from __future__ import annotations
 

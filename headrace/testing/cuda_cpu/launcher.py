@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import importlib.util
 import re
 import shutil
 import subprocess
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from headrace.backends.cupy_raw.compiling import cuda_include
 from headrace.cache import cache_folder
 
 if TYPE_CHECKING:
@@ -44,14 +44,6 @@ def missing_tools() -> str:
     if cuda_include() is None:
         return "no CUDA headers: install the extra 'kernels'"
     return ""
-
-
-def cuda_include() -> Path | None:
-    """Return the folder of CUDA's headers: the toolkit packages', else an installed toolkit's."""
-    spec = importlib.util.find_spec("nvidia")
-    roots = [] if spec is None else list(spec.submodule_search_locations or [])
-    places = [*(Path(root) / "cu13" / "include" for root in roots), Path("/usr/local/cuda/include")]
-    return next((place for place in places if (place / "cuda_fp8.h").exists()), None)
 
 
 class CpuKernel:

@@ -1,0 +1,118 @@
+"""The Runner of the GPU backends: steps are launched and not waited for; decodes replay their bucket's graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import structlog
+import torch
+
+from headrace.backends.gpu.buckets import bucket_of, buckets
+from headrace.backends.gpu.draw import Fetch
+from headrace.backends.gpu.graphs import DecodeStep, is_decode, try_capture
+from headrace.backends.gpu.ops import GpuOps
+from headrace.backends.runner import OpsRunner
+from headrace.interfaces import Group, LoadedModel, QuantizationPolicy
+from headrace.types import (
+    EngineSettings,
+    ForwardBatch,
+    SamplingBatch,
+    StepResult,
+    TokenMasks,
+)
+
+if TYPE_CHECKING:
+    from headrace.backends.gpu.device import Device
+
+
+class GpuStepHandle:
+    """A step in flight. Implements headrace.interfaces.StepHandle."""
+
+    def __init__(self, ops: GpuOps, logits: torch.Tensor, sampling: SamplingBatch) -> None:
+        self._ops = ops
+        self._logits: torch.Tensor | None = logits
+        self._sampling = sampling
+        self._fetch: Fetch | None = None
+
+    def sample(self, masks: TokenMasks | None = None) -> None:
+        assert self._logits is not None, "sample is called once per step"
+        self._fetch = Fetch(self._ops.launch_draw(self._logits, self._sampling, masks))
+        self._logits = None
+
+    def result(self) -> StepResult:
+        assert self._fetch is not None, "sample comes before result"
+        return self._fetch.result()
+
+
+class GpuRunner(OpsRunner):
+    """Runs one model on one GPU. Implements headrace.interfaces.Runner."""
+
+    runs_ahead = True
+
+    def __init__(
+        self,
+        ops: GpuOps,
+        model: LoadedModel,
+        group: Group,
+        settings: EngineSettings,
+        *,
+        quantization: QuantizationPolicy | None = None,
+        report: Callable[[str, float], None] = lambda stage, fraction: None,
+    ) -> None:
+        ops.set_query_heads(model.architecture.query_heads() // group.size)
+        super().__init__(
+            ops, model, group, settings, schemes=GpuOps.schemes, quantization=quantization,
+            report=report,
+        )  # fmt: skip
+        self._gpu_ops = ops
+        self._table_width = -(-settings.max_model_len // settings.block_size)
+        self._decode_steps: dict[int, DecodeStep] = {}
+
+    def warm_up(self, report: Callable[[float], None]) -> None:
+        """Compile and run every kernel once, then record a decode step per bucket."""
+        super().warm_up(lambda fraction: report(fraction / 2))
+        device: Device = self._gpu_ops.device
+        if not device.can_capture:
+            structlog.get_logger(__name__).info(
+                "decode steps run without CUDA graphs", reason="the device does not record"
+            )
+            report(1.0)
+            return
+        sizes = buckets(self._settings.max_num_sequences)
+        for done, bucket in enumerate(
+            reversed(sizes)
+        ):  # the largest first: the others fit its memory
+            report(0.5 + done / len(sizes) / 2)
+            step = DecodeStep(self._gpu_ops, bucket, self._table_width)
+            step.run(self._forward, bucket)
+            self._gpu_ops.synchronize()
+            if not try_capture(step, self._forward, bucket):
+                break
+            self._decode_steps[bucket] = step
+        report(1.0)
+
+    def execute(self, batch: ForwardBatch) -> GpuStepHandle:  # type: ignore[override]
+        """Launch the forward: replayed where it is a step of decodes whose bucket is recorded."""
+        assert not self._is_closed, "the runner is closed"
+        step = None
+        if self._decode_steps and is_decode(batch):
+            bucket = bucket_of(len(batch.token_ids), self._settings.max_num_sequences)
+            step = None if bucket is None else self._decode_steps.get(bucket)
+        if step is None:
+            logits = self._forward(self._gpu_ops.plan_step(batch))
+        else:
+            step.fill(batch)
+            logits = step.run(self._forward, len(batch.token_ids))
+        return GpuStepHandle(self._gpu_ops, logits, batch.sampling)
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._decode_steps.clear()
+            super().close()
+
+    def _forward(self, step: Any) -> torch.Tensor:
+        logits: torch.Tensor = self._architecture.forward(
+            self._gpu_ops, self._group, self._weights, step
+        )
+        return logits
