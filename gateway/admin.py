@@ -31,6 +31,7 @@ class NewReplica(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     url: str = ""
     upstream_model: str = ""
     api_key_env: str = ""
+    send_cache_salt: bool = True
     connect_timeout: float | None = None
     first_byte_timeout: float | None = None
     idle_timeout: float | None = None

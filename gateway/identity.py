@@ -6,6 +6,7 @@ log field or part of an error.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 from starlette.types import Scope
@@ -48,6 +49,16 @@ class Identity:
         if not self.cache_salt and not client_salt:
             return ""
         return f"{len(self.cache_salt)}:{self.cache_salt}{client_salt}"
+
+    def salt_elsewhere(self, client_salt: str) -> str:
+        """Return the same for another server: a digest, which tells it nothing of the tenant's name.
+
+        Empty where the caller has no salt of its own; what its body asks for then goes there as it is.
+        """
+        if not self.cache_salt:
+            return ""
+        salt = self.salt_with(client_salt).encode("utf-8", "surrogatepass")
+        return hashlib.sha256(b"headrace/" + salt).hexdigest()[:32]
 
     def may_use(self, model: str) -> bool:
         """Whether this model exists for the caller."""

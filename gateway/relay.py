@@ -68,6 +68,8 @@ class Relay:
     body: RelayedBody
     headers: Mapping[str, str]
     outlet: Outlet
+    cache_salt: str = ""
+    """What keeps the caller's tenant apart in the other server's prefix cache."""
     last: bytes = b""
     """The end of a stream's body, still to be sent."""
 
@@ -79,7 +81,8 @@ class Relay:
         """Have the call answered by one replica."""
         upstream = replica.upstream
         assert upstream is not None
-        content = self.body.bytes_for(upstream.upstream_model)
+        salt = self.cache_salt if upstream.entry.send_cache_salt else ""
+        content = self.body.bytes_for(upstream.upstream_model, salt)
         exchange = upstream.begin()
         try:
             await exchange.send(upstream.request(self.record.endpoint, content, self.headers))

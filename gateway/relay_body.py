@@ -58,13 +58,18 @@ class RelayedBody:
     def num_choices(self) -> int:
         return max(1, self.fields.n or 1)
 
-    def bytes_for(self, model: str) -> bytes:
-        """Return the body with the other server's name of the model, and with usage asked for."""
+    def bytes_for(self, model: str, cache_salt: str = "") -> bytes:
+        """Return the body with the other server's name of the model, and with usage asked for.
+
+        A `cache_salt` replaces the caller's own, of which it is made.
+        """
         asks_usage = bool(self.fields.stream) and not self.wants_usage
-        if self.fields.model == model and not asks_usage:
+        if self.fields.model == model and not asks_usage and not cache_salt:
             return self.raw
         table = _TABLE.decode(self.raw)
         table["model"] = msgspec.Raw(msgspec.json.encode(model))
+        if cache_salt:
+            table["cache_salt"] = msgspec.Raw(msgspec.json.encode(cache_salt))
         if asks_usage:
             options = {**(self.fields.stream_options or {}), "include_usage": _TRUE}
             table["stream_options"] = msgspec.Raw(msgspec.json.encode(options))

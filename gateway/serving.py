@@ -127,7 +127,8 @@ class Serving:
     ) -> bytes:
         group = self.state.router.resolve(routing.model)
         engines = [replica.id for replica in group.replicas if replica.upstream is None]
-        relay = Relay(self.record, relayed, self.headers, outlet)
+        salt = self.caller.identity.salt_elsewhere(relayed.fields.cache_salt or "")
+        relay = Relay(self.record, relayed, self.headers, outlet, salt)
         await with_failover(
             self.state,
             routing,

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from headrace.clock import SystemClock
-from headrace.config import ReplicaEntry
+from headrace.config import GatewayConfig, ReplicaEntry
 from headrace.gateway.breaker import BreakerRule, CircuitBreaker
 from headrace.gateway.replica import Replica
 from headrace.gateway.upstream import Upstream
@@ -40,10 +40,17 @@ def replica_for(upstream: FakeUpstream, number: int = 0, **keys: Any) -> Replica
 
 @asynccontextmanager
 async def relaying(
-    *upstreams: FakeUpstream, engines: int = 0, **keys: Any
+    *upstreams: FakeUpstream, engines: int = 0, api_keys: str = "", **keys: Any
 ) -> AsyncIterator[FakeGateway]:
-    """A gateway whose model these servers serve, and as many engines of its own."""
-    gateway = FakeGateway(*[FakeClient(f"tiny/{number}") for number in range(engines)])
+    """A gateway whose model these servers serve, and as many engines of its own.
+
+    `api_keys` are tenant:key with commas between; "": nobody needs one.
+    """
+    gateway = FakeGateway(
+        *[FakeClient(f"tiny/{number}") for number in range(engines)],
+        config=GatewayConfig(api_keys_env="KEYS" if api_keys else ""),
+        environ={"KEYS": api_keys},
+    )
     here = gateway.router.replicas()[:engines]
     there = []
     for number, upstream in enumerate(upstreams):

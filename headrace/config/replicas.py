@@ -15,6 +15,7 @@ _ONLY_HTTP = (
     "url",
     "model",
     "api_key_env",
+    "send_cache_salt",
     "connect_timeout",
     "first_byte_timeout",
     "idle_timeout",

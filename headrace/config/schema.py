@@ -135,6 +135,8 @@ class ReplicaEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """http: what that server calls the model; not given: as it is called here."""
     api_key_env: str = ""
     """http: environment variable that holds the key sent to that server."""
+    send_cache_salt: bool = True
+    """http: keep tenants apart in its prefix cache by a `cache_salt`; off for a server that refuses it."""
     connect_timeout: Pause = 5.0
     """http: a connection must stand within this."""
     first_byte_timeout: Pause = 300.0

@@ -14,7 +14,7 @@ from headrace.config import ReplicaEntry
 from headrace.gateway.breaker import CircuitBreaker
 from headrace.gateway.upstream import Upstream
 from headrace.policies.admission.token_bucket import TokenBucket
-from headrace.testing.fake_gateway import RawExchange, parse_events, until
+from headrace.testing.fake_gateway import FakeGateway, RawExchange, parse_events, until
 from headrace.testing.fake_upstream import (
     DONE,
     JSON,
@@ -194,6 +194,36 @@ def test_an_answer_without_usage_is_counted_by_its_length() -> None:
             assert (await ask(gateway)).status == 200
             (finished,) = gateway.metrics.finished
             assert 100 < finished.completion_tokens < 1000
+
+    run(main)
+
+
+async def salt_of(gateway: FakeGateway, upstream: FakeUpstream, key: str, **more: Any) -> Any:
+    """Return the cache salt that the other server gets with this caller's request."""
+    answer = await ask(gateway, {**ASK, **more}, authorization=f"Bearer {key}")
+    assert answer.status == 200
+    return upstream.received[-1].json().get("cache_salt")
+
+
+def test_tenants_share_no_cache_of_another_server() -> None:
+    """C03: behind the gateway's one key the other server would take all tenants for one."""
+
+    async def main() -> None:
+        upstream = FakeUpstream()
+        keys = "alice:key-alice-1,alice:key-alice-2,bob:key-bob-1"
+        async with relaying(upstream, api_keys=keys) as gateway:
+            alice = await salt_of(gateway, upstream, "key-alice-1")
+            assert alice and alice == await salt_of(gateway, upstream, "key-alice-2")
+            mine = await salt_of(gateway, upstream, "key-alice-1", cache_salt="mine")
+            bob = await salt_of(gateway, upstream, "key-bob-1")
+            imitated = await salt_of(gateway, upstream, "key-bob-1", cache_salt=alice)
+            assert len({alice, mine, bob, imitated}) == 4
+            assert not any("alice" in salt or "bob" in salt for salt in (alice, mine, bob))
+        async with relaying(upstream, api_keys=keys, send_cache_salt=False) as gateway:
+            assert await salt_of(gateway, upstream, "key-alice-1") is None
+            assert await salt_of(gateway, upstream, "key-alice-1", cache_salt="x") == "x"
+        async with relaying(upstream) as gateway:
+            assert await salt_of(gateway, upstream, "nobody") is None
 
     run(main)
 
