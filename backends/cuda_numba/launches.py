@@ -10,9 +10,18 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from headrace.backends.cuda_numba.kernels.source import BF16, F16, F32, FP8, INT8
+from headrace.backends.cuda_numba.kernels.source import (
+    BF16,
+    F16,
+    F32,
+    FP8,
+    INT8,
+    VECTOR,
+    power_of_two_at_least,
+)
+from headrace.backends.cuda_numba.sampling_launches import launch_sampling
 from headrace.backends.gpu.device import Device, Launcher
-from headrace.backends.gpu.kernels import DeviceWork
+from headrace.backends.gpu.kernels import DeviceWork, Draw, QuantizedWeight
 from headrace.backends.gpu.kv_pool import KVLayer
 from headrace.interfaces import AttentionSpec
 
@@ -24,9 +33,12 @@ FORMATS = {
     torch.int8: INT8,
 }
 MAX_HEADS = 8
-"""Query heads of one block: 8 queries and sums are what its registers hold."""
+MAX_STATE = 64
+"""Numbers of queries, and of sums, that a thread holds in registers; half of it before 8.9."""
 LOG2_E = 1.4426950408889634
 ATTENTION_THREADS = 128
+ROPE_WARPS, LINEAR_WARPS = 4, 4
+GATE_THREADS, GATE_ELEMENTS = 128, 1024
 
 
 class NumbaKernels:
@@ -44,8 +56,8 @@ class NumbaKernels:
         self, q: torch.Tensor, kv: KVLayer, spec: AttentionSpec, work: DeviceWork, out: torch.Tensor
     ) -> None:
         group = spec.num_heads // spec.num_kv_heads
-        heads = heads_of_a_block(group)
         defines = attention_defines(spec, kv, q.dtype, self._native_fp8)
+        heads = int(defines["heads"])
         factor, cap = attention_factors(spec)
         attend = self._launcher.kernel("attention", "attention_pieces", defines)
         attend(
@@ -75,10 +87,116 @@ class NumbaKernels:
             ),
         )  # fmt: skip
 
+    def rope_write_kv(
+        self,
+        qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        table: tuple[torch.Tensor, torch.Tensor],
+        kv: KVLayer,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        q, k, v = qkv
+        cosines, sines = table
+        num_kv_heads, head_dim = kv.keys.shape[2:]
+        num_heads = q.shape[1] // head_dim
+        defines: Mapping[str, int | str] = {
+            "head_dim": head_dim,
+            "half": cosines.shape[1],
+            "act": FORMATS[q.dtype],
+            "out": FORMATS[out.dtype],
+            "kv": FORMATS[kv.keys.dtype],
+            "native_fp8": self._native_fp8,
+        }
+        rows = num_heads + 2 * num_kv_heads
+        launch = self._launcher.kernel("elementwise", "rope_write_kv", defines)
+        launch(
+            (len(q), -(-rows // ROPE_WARPS), 1),
+            32 * ROPE_WARPS,
+            0,
+            (
+                q, np.int64(q.stride(0)), k, np.int64(k.stride(0)), v, np.int64(v.stride(0)),
+                out, np.int64(out.stride(0)), cosines, sines, positions, slots, kv.keys, kv.values,
+                kv.key_scale, kv.value_scale, np.int32(num_heads), np.int32(num_kv_heads),
+            ),
+        )  # fmt: skip
 
-def heads_of_a_block(group: int) -> int:
-    """Return how many of a KV head's query heads one block takes, in parts as equal as can be."""
-    return -(-group // -(-group // MAX_HEADS))
+    def rms_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+        num_groups: int,
+        out: torch.Tensor,
+    ) -> None:
+        size = x.shape[1] // num_groups
+        defines: Mapping[str, int | str] = {
+            "act": FORMATS[x.dtype],
+            "out": FORMATS[out.dtype],
+            "adds": int(residual is not None),
+            "warps": 1 if size <= 256 else 8,
+        }
+        launch = self._launcher.kernel("elementwise", "rms_norm", defines)
+        launch(
+            (len(x), num_groups, 1),
+            32 * int(defines["warps"]),
+            0,
+            (
+                x, np.int64(x.stride(0)), residual,
+                np.int64(0 if residual is None else residual.stride(0)), weight, out,
+                np.int64(out.stride(0)), np.int32(size), np.float32(eps),
+            ),
+        )  # fmt: skip
+
+    def gate(self, x: torch.Tensor, activation: int, out: torch.Tensor) -> None:
+        size = x.shape[1] // 2
+        defines: Mapping[str, int | str] = {
+            "act": FORMATS[x.dtype],
+            "out": FORMATS[out.dtype],
+            "activation": activation,
+        }
+        launch = self._launcher.kernel("elementwise", "gate", defines)
+        launch(
+            (len(x), -(-size // GATE_ELEMENTS), 1),
+            GATE_THREADS,
+            0,
+            (x, np.int64(x.stride(0)), out, np.int64(out.stride(0)), np.int32(size)),
+        )
+
+    def quantized_linear(self, x: torch.Tensor, weight: QuantizedWeight, out: torch.Tensor) -> None:
+        defines: Mapping[str, int | str] = {
+            "rows": len(x),
+            "act": FORMATS[x.dtype],
+            "out": FORMATS[out.dtype],
+            "four_bits": int(weight.minima is not None),
+            "biased": int(weight.bias is not None),
+        }
+        launch = self._launcher.kernel("linear", "quantized_linear", defines)
+        num_outputs = len(weight.codes)
+        launch(
+            (-(-num_outputs // LINEAR_WARPS), 1, 1),
+            32 * LINEAR_WARPS,
+            0,
+            (
+                x, np.int64(x.stride(0)), weight.codes, weight.scales, weight.minima, weight.bias, out,
+                np.int64(out.stride(0)), np.int32(weight.in_size), np.int32(num_outputs),
+            ),
+        )  # fmt: skip
+
+    def sample(self, logits: torch.Tensor, draw: Draw) -> None:
+        launch_sampling(self._launcher, self._device.num_multiprocessors, logits, draw)
+
+
+def heads_of_a_block(group: int, head_dim: int, vector: int, max_state: int) -> int:
+    """Return how many of a KV head's query heads one block takes, in parts as equal as can be.
+
+    `vector`: elements in 16 bytes of stored keys.
+    """
+    vectors = head_dim // vector
+    per_thread = vector * -(-vectors // min(32, power_of_two_at_least(vectors)))
+    most = max(1, min(MAX_HEADS, max_state // per_thread))
+    return -(-group // -(-group // most))
 
 
 def attention_defines(
@@ -86,10 +204,12 @@ def attention_defines(
 ) -> Mapping[str, int | str]:
     """Return what attention_pieces is specialised for."""
     group = spec.num_heads // spec.num_kv_heads
+    vector = VECTOR[FORMATS[kv.keys.dtype]]
+    max_state = MAX_STATE if native_fp8 else MAX_STATE // 2
     return {
         "head_dim": spec.head_dim,
         "group": group,
-        "heads": heads_of_a_block(group),
+        "heads": heads_of_a_block(group, spec.head_dim, vector, max_state),
         "kv": FORMATS[kv.keys.dtype],
         "act": FORMATS[activation],
         "block_size": kv.keys.shape[1],

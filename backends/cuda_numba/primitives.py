@@ -16,16 +16,16 @@ from numba.cuda.extending import intrinsic
 
 NAMES = (
     "load_words", "load_words_once", "store_floats", "copy_words", "copy_word", "commit_copies", "wait_copies",
-    "word_as_float", "float_as_word", "double_as_bits", "bf16_low", "bf16_high", "f16_low", "f16_high",
+    "atomic_add", "word_as_float", "float_as_word", "bf16_low", "bf16_high", "f16_low", "f16_high",
     "e4m3_pair", "float_to_bf16", "float_to_f16", "float_to_e4m3", "round_even", "exp2_fast", "log2_fast",
-    "reciprocal_fast", "multiply_high", "mma_bf16", "mma_f16", "pack_bf16", "pack_f16",
+    "reciprocal_fast", "inverse_root_fast", "multiply_high", "mma_bf16", "mma_f16", "pack_bf16", "pack_f16",
 )  # fmt: skip
 
 _I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _F32 = ir.FloatType()
 _WORDS = ir.LiteralStructType([_I32] * 4)
 _FLOATS = ir.LiteralStructType([_F32] * 4)
-f32, u32, u64, i32, u16 = types.float32, types.uint32, types.uint64, types.int32, types.uint16
+f32, u32, i32, u16 = types.float32, types.uint32, types.int32, types.uint16
 
 
 def _address(context: Any, builder: Any, sig: Any, args: Any, at: int) -> Any:
@@ -97,6 +97,17 @@ def store_floats(typing_context, array, index, a, b, c, d):  # type: ignore[no-u
     return types.void(array, index, f32, f32, f32, f32), codegen
 
 
+@intrinsic
+def atomic_add(typing_context, array, index, value):  # type: ignore[no-untyped-def]
+    """Add to an integer in shared or global memory as one step; return what it was."""
+
+    def codegen(context, builder, sig, args):  # type: ignore[no-untyped-def]
+        pointer = _address(context, builder, sig, args, 0)
+        return builder.atomic_rmw("add", pointer, args[2], "monotonic")
+
+    return array.dtype(array, index, array.dtype), codegen
+
+
 def _copier(operation: str) -> Any:
     @intrinsic
     def made(typing_context, target, target_index, source, source_index):  # type: ignore[no-untyped-def]
@@ -150,7 +161,6 @@ def wait_copies(typing_context, newest):  # type: ignore[no-untyped-def]
 
 word_as_float = _unary(f32, u32, lambda builder, value: builder.bitcast(value, _F32))
 float_as_word = _unary(u32, f32, lambda builder, value: builder.bitcast(value, _I32))
-double_as_bits = _unary(u64, types.float64, lambda builder, value: builder.bitcast(value, _I64))
 bf16_low = _unary(f32, u32, lambda b, value: b.bitcast(b.shl(value, _I32(16)), _F32))
 """The f32 value of the bf16 in the low half of a word."""
 bf16_high = _unary(f32, u32, lambda b, value: b.bitcast(b.and_(value, _I32(0xFFFF0000)), _F32))
@@ -192,6 +202,11 @@ reciprocal_fast = _unary(
     f32, f32, lambda builder, value: _asm(builder, "rcp.approx.ftz.f32 $0, $1;", "=f,f", _F32, [value])
 )
 """1 / x to 1 unit in the last place; division itself is a call."""
+
+inverse_root_fast = _unary(
+    f32, f32, lambda builder, value: _asm(builder, "rsqrt.approx.ftz.f32 $0, $1;", "=f,f", _F32, [value])
+)
+"""1 / sqrt(x) to 1 unit in the last place or so."""
 
 
 def _e4m3(builder: Any, value: Any) -> Any:

@@ -32,6 +32,13 @@ def store_floats(array: DeviceArray, index: Any, *parts: Any) -> None:
     array.values[at : at + 4] = parts
 
 
+def atomic_add(array: DeviceArray, index: Any, value: Any) -> Any:
+    at = array.touch(index, write=True, is_atomic=True)
+    old = array.values[at]
+    array.values[at] = old + array.values.dtype.type(value)
+    return old
+
+
 def _copy(target: DeviceArray, index: Any, source: DeviceArray, source_index: Any, n: int) -> None:
     at, origin = target.touch(index, n, write=True), source.touch(source_index, n, write=False)
     words = source.values[origin : origin + n].view(np.uint32).copy()
@@ -72,10 +79,6 @@ def word_as_float(value: Any) -> np.float32:
 
 def float_as_word(value: Any) -> np.uint32:
     return np.uint32(np.float32(value).view(np.uint32))
-
-
-def double_as_bits(value: Any) -> np.uint64:
-    return np.uint64(np.float64(value).view(np.uint64))
 
 
 def bf16_low(word: Any) -> np.float32:
@@ -131,6 +134,10 @@ def log2_fast(value: Any) -> np.float32:
 
 def reciprocal_fast(value: Any) -> np.float32:
     return np.float32(np.float32(1.0) / np.float32(value))
+
+
+def inverse_root_fast(value: Any) -> np.float32:
+    return np.float32(1.0 / np.sqrt(np.float32(value)))
 
 
 def multiply_high(a: Any, b: Any) -> np.uint32:
@@ -205,6 +212,11 @@ def unpack_e4m3_shifted(words: Words, values: Any) -> None:
 
 def unpack_int8(words: Words, values: Any) -> None:
     values[:] = _bits(words, np.int8)
+
+
+def unpack_nibbles(words: Words, values: Any) -> None:
+    codes = _bits(words, np.uint8)
+    values[:16], values[16:] = codes & np.uint8(15), codes >> np.uint8(4)
 
 
 def dot(a: Any, at: int, b: Any, count: int) -> Any:

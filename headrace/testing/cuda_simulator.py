@@ -20,6 +20,7 @@ import random
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -86,6 +87,7 @@ class Block:
         rng = random.Random(self.launch.seed * 1_000_003 + self.number)
         for index in range(self.launch.num_threads):
             thread = Thread(lambda: function(*arguments))
+            thread.gr_context = copy_context()  # NumPy's error handling lives in it
             thread.setup(index, self)
             self.threads.append(thread)
         alive = list(self.threads)
@@ -289,24 +291,10 @@ class _Local:
         return _poisoned(size, np.dtype(dtype))
 
 
-class _Atomic:
-    def add(self, array: DeviceArray, index: Any, value: Any) -> Any:
-        return self._change(array, index, lambda old: old + old.dtype.type(value))
-
-    def max(self, array: DeviceArray, index: Any, value: Any) -> Any:
-        return self._change(array, index, lambda old: max(old, old.dtype.type(value)))
-
-    def _change(self, array: DeviceArray, index: Any, change: Callable[[Any], Any]) -> Any:
-        at = array.touch(index, write=True, is_atomic=True)
-        old = array.values[at]
-        array.values[at] = change(old)
-        return old
-
-
 class SimulatedCuda:
     """What kernels use of numba.cuda."""
 
-    shared, local, atomic = _Shared(), _Local(), _Atomic()
+    shared, local = _Shared(), _Local()
 
     @property
     def threadIdx(self) -> Point:  # noqa: N802
@@ -331,6 +319,10 @@ class SimulatedCuda:
 
     def shfl_xor_sync(self, mask: int, value: Any, distance: int) -> Any:
         return meet("shfl_xor", mask, value)[getcurrent().index % 32 ^ int(distance)]
+
+    def shfl_up_sync(self, mask: int, value: Any, distance: int) -> Any:
+        lane = getcurrent().index % 32
+        return meet("shfl_up", mask, value)[lane - int(distance) if lane >= distance else lane]
 
     def shfl_sync(self, mask: int, value: Any, lane: int) -> Any:
         return meet("shfl", mask, value)[int(lane) % 32]

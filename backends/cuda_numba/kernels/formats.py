@@ -129,6 +129,15 @@ def unpack_int8(words, values):  # type: ignore[no-untyped-def]
 
 
 @device
+def unpack_nibbles(words, values):  # type: ignore[no-untyped-def]
+    """32 codes of 4 bits: 0-15 in the low halves of the bytes, 16-31 in the high ones."""
+    for w in range(4):
+        for byte in range(4):
+            values[4 * w + byte] = f32(words[w] >> u32(8 * byte) & u32(15))
+            values[16 + 4 * w + byte] = f32(words[w] >> u32(8 * byte + 4) & u32(15))
+
+
+@device
 def dot(a, at, b, count):  # type: ignore[no-untyped-def]
     """Sum of a[at + i] * b[i] over i < count, a constant."""
     total = f32(0.0)
@@ -152,8 +161,8 @@ def multiply_all(target, at, factor, count):  # type: ignore[no-untyped-def]
 
 
 STAND_INS = (
-    "unpack_f32", "unpack_bf16", "unpack_f16", "unpack_e4m3", "unpack_e4m3_shifted", "unpack_int8", "dot",
-    "add_scaled", "multiply_all",
+    "unpack_f32", "unpack_bf16", "unpack_f16", "unpack_e4m3", "unpack_e4m3_shifted", "unpack_int8",
+    "unpack_nibbles", "dot", "add_scaled", "multiply_all",
 )  # fmt: skip
 """What the simulator runs as one NumPy call each: a test holds both against each other."""
 LOADS: dict[str, Any] = {F32: load_f32, BF16: load_bf16, F16: load_f16}
