@@ -1,6 +1,6 @@
 """Frames on a Unix socket: a length of 4 bytes (little-endian), then one msgpack struct.
 
-Lengths are checked before a byte of the body is read, so that a stray writer cannot make either side
+Lengths are checked before there is room for the body, so that a stray writer cannot make either side
 allocate without bound. A connection that ends inside a frame reads as one that ended: the frame is void.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from headrace.types import FromEngine, StepEvents, ToEngine, TokenEvent
 MAX_FRAME_BYTES = 256 << 20
 """The largest frame is a ModelCard, which carries a whole tokenizer.json (33 MB for Gemma 3)."""
 
+_READ_BYTES = 64 << 10
 _LENGTH = struct.Struct("<I")
 _ENCODER = msgspec.msgpack.Encoder()
 _TO_ENGINE: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToEngine)
@@ -91,19 +93,27 @@ class FrameSocket:
     def __init__(self, connection: socket.socket, max_bytes: int = MAX_FRAME_BYTES) -> None:
         self._connection = connection
         self._max_bytes = max_bytes
+        self._received = bytearray()
 
     def receive(self) -> ToEngine | None:
         """Wait for the next frame; None once the other side is gone."""
-        header = self._read(_LENGTH.size)
-        if header is None:
+        if not self._read(_LENGTH.size):
             return None
-        (length,) = _LENGTH.unpack(header)
+        (length,) = _LENGTH.unpack_from(self._received)
         _check_length(length, self._max_bytes)
-        payload = self._read(length)
-        return None if payload is None else decode_to_engine(payload)
+        end = _LENGTH.size + length
+        if not self._read(end):
+            return None
+        payload = self._received[_LENGTH.size : end]
+        del self._received[:end]
+        return decode_to_engine(payload)
 
     def send(self, *frames: FromEngine) -> None:
-        """Wait until the frames are written. Raises OSError once the other side is gone.
+        """Wait until the frames are written. Raises OSError once the other side is gone."""
+        self.send_all(self.encode(frames))
+
+    def encode(self, frames: Iterable[FromEngine]) -> bytes:
+        """Return the frames as they go on the wire.
 
         News too large for one frame goes in several; a choice whose own news is too large ends with
         an error, because one request must not cost the others their engine.
@@ -111,7 +121,18 @@ class FrameSocket:
         encoded: list[bytes] = []
         for frame in frames:
             self._encode(frame, encoded)
-        self._connection.sendall(encoded[0] if len(encoded) == 1 else b"".join(encoded))
+        return encoded[0] if len(encoded) == 1 else b"".join(encoded)
+
+    def send_all(self, data: bytes) -> None:
+        """Wait until encoded frames are written. Raises OSError once the other side is gone."""
+        self._connection.sendall(data)
+
+    def send_some(self, data: bytes, flags: int) -> int:
+        """Write what the socket takes without waiting, given its flags for that; return how many bytes."""
+        try:
+            return self._connection.send(data, flags)
+        except BlockingIOError:
+            return 0
 
     def close(self) -> None:
         self._connection.close()
@@ -126,18 +147,18 @@ class FrameSocket:
             for part in parts:
                 self._encode(part, encoded)
 
-    def _read(self, length: int) -> bytearray | None:
-        buffer = bytearray(length)
-        rest = memoryview(buffer)
-        while rest:
+    def _read(self, length: int) -> bool:
+        """Wait until so many bytes are there; False once the other side is gone."""
+        received = self._received
+        while len(received) < length:
             try:
-                count = self._connection.recv_into(rest)
+                data = self._connection.recv(max(_READ_BYTES, length - len(received)))
             except ConnectionError:
-                return None
-            if count == 0:
-                return None
-            rest = rest[count:]
-        return buffer
+                return False
+            if not data:
+                return False
+            received += data
+        return True
 
 
 async def read_frame(

@@ -71,8 +71,11 @@ class EngineLoop:
         emit: Callable[[FromEngine], object],
         on_rest: Callable[[], object] = lambda: None,
         switch: PolicySwitch | None = None,
+        flush: Callable[[], object] = lambda: None,
     ) -> None:
-        """`on_rest` is called in the engine's thread, once each time the engine comes to rest.
+        """`flush` is called in the engine's thread when all is emitted that there is to say for now.
+
+        `on_rest` is called in the engine's thread, once each time the engine comes to rest.
 
         `switch`: the engine's policies, where they can be swapped.
         """
@@ -80,6 +83,7 @@ class EngineLoop:
         self._emit = emit
         self._on_rest = on_rest
         self._switch = switch
+        self._flush = flush
         self._is_at_rest = False
         self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
         self._live: dict[str, set[int]] = {}  # request id -> its choices that have not ended
@@ -109,6 +113,7 @@ class EngineLoop:
         if self._switch is not None:
             self._emit(self._switch.report())
         self._emit(Ready(card))
+        self._flush()
 
     def run(self) -> None:
         """Run until Stop. Raises what the engine raised where it cannot go on."""
@@ -119,6 +124,7 @@ class EngineLoop:
                 self._step_began = None
             elif self._must_report:
                 self._report([])
+            self._flush()
 
     def _drain_inbox(self) -> bool:
         """Handle every message that is there, waiting for one while idle. False: stop."""
@@ -132,6 +138,7 @@ class EngineLoop:
                 return False
             self._handle(frame)
             frame = self._next_frame(0)
+        self._flush()
         return True
 
     def _rest(self) -> ToEngine:

@@ -102,9 +102,13 @@ class Outbox:
         self._milestones: list[Ready | Failed] = []
         self._step_seconds = 0.0
         self._closed = False
+        self._is_woken = False
 
-    def put(self, frame: FromEngine) -> bool:
-        """Add a frame, never waiting. Return whether nothing else was waiting to be taken."""
+    def put(self, frame: FromEngine, *, wakes: bool = True) -> bool:
+        """Add a frame, never waiting. Return whether nothing else was waiting to be taken.
+
+        `wakes`: whoever waits for frames is told; without it somebody takes them anyway.
+        """
         with self._changed:
             was_empty = not self._has_frames()
             if isinstance(frame, StepEvents):
@@ -120,7 +124,8 @@ class Outbox:
                 if isinstance(frame, Accepted):
                     self._events.drop(frame.request_id)  # of an aborted request with the same id
                 self._frames.append(frame)
-            self._changed.notify()
+            if wakes:
+                self._changed.notify()
             return was_empty
 
     def take(self, timeout: float | None = 0) -> list[FromEngine]:
@@ -142,7 +147,29 @@ class Outbox:
             self._milestones.clear()
             self._progress = self._stats = None
             self._step_seconds = 0.0
+            self._is_woken = False
             return taken
+
+    def wait(self) -> None:
+        """Wait until there are frames to take, or `wake` or `close` is called."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._has_frames() or self._closed or self._is_woken)
+
+    def wake(self) -> None:
+        """End a `wait` even where there is nothing to take."""
+        with self._changed:
+            self._is_woken = True
+            self._changed.notify()
+
+    @property
+    def has_frames(self) -> bool:
+        """Whether something waits to be taken."""
+        return self._has_frames()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing more will come."""
+        return self._closed
 
     def close(self) -> None:
         """Wake whoever waits: nothing more will come."""

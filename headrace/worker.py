@@ -1,7 +1,8 @@
 """The engine process: `python -m headrace.worker --socket PATH`, started by headrace.engine.client.
 
-The main thread is the engine's; one thread reads the socket and one writes it. The process never outlives
-its parent: the kernel kills it on Linux, the end of the socket does everywhere, whatever the engine is doing.
+The main thread is the engine's; one thread reads the socket, and one writes what the main thread cannot
+write at once. The process never outlives its parent: the kernel kills it on Linux, the end of the socket
+does everywhere, whatever the engine is doing.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import importlib
 import os
 import signal
@@ -25,6 +27,7 @@ from headrace.engine.client import BuiltEngine, failure_text
 from headrace.engine.ipc import FrameSocket
 from headrace.engine.loop import EngineLoop, SteppedEngine
 from headrace.engine.outbox import Outbox
+from headrace.engine.sender import Sender
 from headrace.engine.spawn import SHOW_WHERE_SIGNAL
 from headrace.errors import EngineFailed, HeadraceError
 from headrace.heap import keep_what_is_loaded, return_free_memory
@@ -52,6 +55,7 @@ class Worker:
         self._frames = frames
         self._build = build
         self._outbox = Outbox()
+        self._sender = Sender(self._outbox, frames)
         self._loop: EngineLoop | None = None
 
     def run(self) -> int:
@@ -70,7 +74,11 @@ class Worker:
             built = self._build(start.config, report=self._report)
             engine = built.engine
             self._loop = EngineLoop(
-                engine, self._outbox.put, return_free_memory, switch=built.switch
+                engine,
+                functools.partial(self._outbox.put, wakes=False),
+                return_free_memory,
+                switch=built.switch,
+                flush=self._sender.flush,
             )
             if built.switch is not None:
                 built.switch.watchdog.on_stuck = self._give_up
@@ -161,8 +169,7 @@ class Worker:
 
     def _write(self) -> None:
         try:
-            while frames := self._outbox.take(timeout=None):
-                self._frames.send(*frames)
+            self._sender.run()
         except OSError:
             return  # the parent is gone: the reader knows
         except Exception as error:
