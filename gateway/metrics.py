@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.metrics import MetricWrapperBase
 
 from headrace.gateway.collectors import GatewayCollector, ReplicaCollector
+from headrace.gateway.histogram import ModelHistogram
 from headrace.types import RequestSummary, RequestTimings
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class GatewayMetrics:
 
     def inter_token(self, model: str, seconds: float) -> None:
         """Seconds between two pieces of news of the same choice."""
-        self._child(self._inter_token, model).observe(seconds)
+        self._inter_token.observe(model, seconds)
 
     def request_finished(self, summary: RequestSummary, timings: Sequence[RequestTimings]) -> None:
         """Take the facts of a request that ended; those refused before they started have no model."""
@@ -103,15 +104,15 @@ class GatewayMetrics:
 
     def _observe_times(self, summary: RequestSummary, timings: Sequence[RequestTimings]) -> None:
         model = summary.model
-        self._child(self._duration, model).observe(summary.duration_seconds)
+        self._duration.observe(model, summary.duration_seconds)
         if summary.ttft_seconds is not None:
-            self._child(self._ttft, model).observe(summary.ttft_seconds)
+            self._ttft.observe(model, summary.ttft_seconds)
         if summary.tpot_seconds is not None:
-            self._child(self._tpot, model).observe(summary.tpot_seconds)
+            self._tpot.observe(model, summary.tpot_seconds)
         if timings:  # of its slowest choice: what the whole request waited for
-            self._child(self._queue, model).observe(max(each.queue_seconds for each in timings))
-            self._child(self._prefill, model).observe(max(each.prefill_seconds for each in timings))
-            self._child(self._decode, model).observe(max(each.decode_seconds for each in timings))
+            self._queue.observe(model, max(each.queue_seconds for each in timings))
+            self._prefill.observe(model, max(each.prefill_seconds for each in timings))
+            self._decode.observe(model, max(each.decode_seconds for each in timings))
 
     def _child(self, metric: MetricWrapperBase, *labels: str) -> Any:
         key = (metric, *labels)
@@ -125,7 +126,7 @@ class GatewayMetrics:
 
     def _histogram(
         self, name: str, text: str, buckets: Sequence[float] = _LATENCY_BUCKETS
-    ) -> Histogram:
-        return Histogram(
-            f"headrace_{name}_seconds", text, ("model",), registry=self._registry, buckets=buckets
-        )
+    ) -> ModelHistogram:
+        histogram = ModelHistogram(f"headrace_{name}_seconds", text, buckets)
+        self._registry.register(histogram)
+        return histogram
