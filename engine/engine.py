@@ -20,9 +20,9 @@ from headrace.engine.ranking import deciding
 from headrace.engine.runs import equal_steps, quiet_steps, run_batch
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import Family, Sequence, Status
+from headrace.engine.step_account import StepAccount
 from headrace.errors import EngineFailed, InvalidRequest, Unavailable
 from headrace.interfaces import Clock, EvictionPolicy, RepeatingRunner, Runner, SchedulingPolicy
-from headrace.step_time import StepTimeModel
 from headrace.types import (
     EngineSettings,
     EngineStats,
@@ -53,7 +53,8 @@ class Engine:
     ) -> None:
         self.model = model
         self.max_model_len = min(settings.max_model_len, num_blocks * settings.block_size)
-        self.step_time = StepTimeModel()
+        self._account = StepAccount()
+        self.step_time = self._account.step_time
         self._log = structlog.get_logger("headrace.engine")
         if self.max_model_len < settings.max_model_len:
             self._say_that_context_is_lowered(settings, num_blocks)
@@ -97,8 +98,6 @@ class Engine:
         self._outcome = Outcome(self._scheduler, model.tokenizer, self._forget)
         self._is_closed = False
         self._failed_steps = 0
-        self._steps_total = 0
-        self._step_seconds_total = 0.0
         self._mean_request_seconds = 0.0
 
     def _say_that_context_is_lowered(self, settings: EngineSettings, num_blocks: int) -> None:
@@ -255,7 +254,7 @@ class Engine:
         self._landed_at = now
         plan = flight.plan
         self._failed_steps = 0
-        self._count_step(plan.num_prefill_tokens, len(plan.entries), flight.num_kv_rows, seconds)
+        self._account.count(plan.num_prefill_tokens, len(plan.entries), flight.num_kv_rows, seconds)
         self._tell_policy(flight.plan, events, now, seconds)
         return events
 
@@ -271,19 +270,21 @@ class Engine:
         if num_steps > 1:
             self.run_times = tuple(run.times)
         events = self._outcome.apply_run(plan, run, start)
-        ending = [event for event in events if event.finish_reason is not None]
-        is_told = hasattr(deciding(self._policy), "observe")
         num_kv_rows, num_sequences = batch.num_kv_rows, batch.num_sequences
-        num_prefill_tokens = plan.num_prefill_tokens
         self._failed_steps = 0
-        for time in run.times:
-            self._count_step(num_prefill_tokens, num_sequences, num_kv_rows, time - start)
-            if is_told:
+        if plan.num_prefill_tokens:
+            seconds = run.times[0] - start
+            self._account.count(plan.num_prefill_tokens, num_sequences, num_kv_rows, seconds)
+        else:
+            self._account.count_decodes(num_sequences, num_kv_rows, start, run.times)
+        if hasattr(deciding(self._policy), "observe"):
+            ending = [event for event in events if event.finish_reason is not None]
+            before = start
+            for time in run.times:
                 said = ending if time == run.times[-1] else []
-                self._tell_policy(plan, said, time, time - start)
-            num_kv_rows += num_sequences
-            start = time
-        self._landed_at = start
+                self._tell_policy(plan, said, time, time - before)
+                before = time
+        self._landed_at = run.times[-1]
         return events
 
     def _settle(self, flight: Flight) -> None:
@@ -291,15 +292,6 @@ class Engine:
         if flight.plan.is_flying:
             for entry in flight.plan.entries:
                 self._outcome.land(entry)
-
-    def _count_step(
-        self, num_prefill_tokens: int, num_sequences: int, num_kv_rows: int, seconds: float
-    ) -> None:
-        """Count a step, and learn from it: of steps of decodes alone, which resemble each other, one in 8."""
-        self._steps_total += 1
-        self._step_seconds_total += seconds
-        if num_prefill_tokens or self._steps_total <= 64 or self._steps_total % 8 == 0:
-            self.step_time.observe(num_prefill_tokens, num_sequences, num_kv_rows, seconds)
 
     def _tell_policy(
         self, plan: BatchPlan, events: list[TokenEvent], now: float, seconds: float
@@ -347,6 +339,12 @@ class Engine:
 
     # --- the rest ---------------------------------------------------------------
 
+    def occupancy(self) -> tuple[int, int, int]:
+        """Return sequences waiting, sequences running and blocks in use: what `stats` says, for less."""
+        pool = self._kv_cache.pool
+        scheduler = self._scheduler
+        return scheduler.num_waiting, len(scheduler.running), pool.num_blocks - pool.num_free
+
     def stats(self) -> EngineStats:
         pool = self._kv_cache.pool
         return EngineStats(
@@ -359,8 +357,8 @@ class Engine:
             prefix_hit_tokens_total=self._kv_cache.hit_tokens_total,
             prompt_tokens_total=self._outcome.prompt_tokens_total,
             generation_tokens_total=self._outcome.generation_tokens_total,
-            steps_total=self._steps_total,
-            step_seconds_total=self._step_seconds_total,
+            steps_total=self._account.steps_total,
+            step_seconds_total=self._account.seconds_total,
             step_time_coefficients=self.step_time.coefficients,
             step_time_error=self.step_time.relative_error,
             **_policy_counts("policy", self._policy),

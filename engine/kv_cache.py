@@ -48,12 +48,11 @@ class KVCache:
         del hits[num_intact:], serials[num_intact:]
         parent: ParentKey = serials[-1] if serials else self._root(sequence)
         size, lookup, token_ids = self.block_size, self.pool.lookup, sequence.token_ids
+        digests = sequence.block_digests or self._begin_digests(sequence)
         most = (sequence.num_tokens - 1) // size
-        digests = sequence.block_digests
         for index in range(num_intact, most):
             digest = digests[index] if index < len(digests) else self._digest(sequence, index)
-            start = index * size
-            block = lookup(digest, parent, token_ids[start : start + size])
+            block = lookup(digest, parent, token_ids[index * size : index * size + size])
             if block is None:
                 break
             hits.append(block.id)
@@ -174,10 +173,12 @@ class KVCache:
         num_blocks = len(request.prompt_token_ids) // self.block_size
         return request.prefix_hashes if len(request.prefix_hashes) == num_blocks else ()
 
+    def _begin_digests(self, sequence: Sequence) -> list[bytes]:
+        sequence.block_digests.extend(self._given_digests(sequence))
+        return sequence.block_digests
+
     def _digest(self, sequence: Sequence, index: int) -> bytes:
-        digests = sequence.block_digests
-        if not digests:
-            digests.extend(self._given_digests(sequence))
+        digests = sequence.block_digests or self._begin_digests(sequence)
         while len(digests) <= index:
             parent = digests[-1] if digests else self._root(sequence)
             digests.append(prefix_hash.block_digest(parent, self._tokens(sequence, len(digests))))

@@ -17,6 +17,9 @@ TEXT_BLOCK_BYTES = 64
 """About sixteen tokens of English."""
 
 
+_PARENT_HEAD = b"p" + DIGEST_BYTES.to_bytes(8, "little")
+
+
 def _field(tag: bytes, value: bytes) -> bytes:
     return tag + len(value).to_bytes(8, "little") + value
 
@@ -37,7 +40,8 @@ def root_digest(
 def block_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """Return the digest of one full block that follows `parent`. [32 bytes]"""
     tokens = array("I", token_ids).tobytes()
-    data = _field(b"p", parent) + _field(b"t", tokens)
+    length = len(tokens).to_bytes(8, "little")
+    data = b"".join((_PARENT_HEAD, parent, b"t", length, tokens))
     return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 

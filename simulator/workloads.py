@@ -131,7 +131,7 @@ def agent_loop(rng: random.Random, count: int, rate: float) -> list[TraceRequest
         begin += rng.expovariate(rate / _SESSION_TURNS)
         sessions += 1
         at, known = begin, shared[rng.randrange(8)]
-        context = len(known) * HASH_BLOCK_TOKENS + _length(rng, 2000, 0.8, 12000)
+        context = len(known) * HASH_BLOCK_TOKENS + _length(rng, 1500, 0.8, 8000)
         turns = 1 + int(rng.expovariate(1 / _SESSION_TURNS))
         for _ in range(turns):
             output = _length(rng, 252, 1.1, 4096)
@@ -146,8 +146,8 @@ def agent_loop(rng: random.Random, count: int, rate: float) -> list[TraceRequest
                     session=f"session-{sessions}",
                 )
             )
-            context += output + _length(rng, 857, 1.42, 8000)
-            if context > 28000:
+            context += output + _length(rng, 857, 1.42, 6000)
+            if context > 20000:
                 break
             at += 0.012 * output + _length(rng, 1500, 1.0, 60000) / 1000
     return requests
@@ -202,7 +202,7 @@ WORKLOADS: Mapping[str, Workload] = {
     "sharegpt-like": Workload(sharegpt_like, 20.0, "chats, heavy-tailed lengths"),
     "azure-code-like": Workload(azure_code_like, 12.0, "code completion: long in, short out"),
     "burst": Workload(burst, 12.0, "bursts of chats, documents and urgent requests"),
-    "agent-loop": Workload(agent_loop, 2.0, "coding agents: growing contexts, mostly cached"),
+    "agent-loop": Workload(agent_loop, 3.0, "coding agents: growing contexts, mostly cached"),
     "shared-prefix": Workload(shared_prefix, 10.0, "150 customers, a long prompt each"),
     "multi-round": Workload(multi_round, 10.0, "conversations that grow by their answers"),
 }

@@ -110,9 +110,15 @@ class SimulatedRunner:
     def repeat(self, batch: RunBatch, max_steps: int, until: float) -> RunResult:
         assert not self._is_closed, "the runner is closed"
         assert self._set is not None, "only virtual time can be run through"
+        now = self._clock.now()
+        first = self._device.step_time.seconds(
+            batch.num_prefill_tokens, batch.num_sequences, batch.num_kv_rows
+        )
+        if first > 0 and until < now + max_steps * first:  # no later step is shorter
+            max_steps = max(1, min(max_steps, int((until - now) / first) + 2))
         rows = batch.num_kv_rows + batch.num_sequences * np.arange(max_steps, dtype=np.int64)
         ends = np.empty(max_steps + 1)
-        ends[0] = self._clock.now()
+        ends[0] = now
         ends[1:] = self._device.step_time.seconds(
             batch.num_prefill_tokens, batch.num_sequences, rows
         )
