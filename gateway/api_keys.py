@@ -23,6 +23,8 @@ from headrace.gateway.identity import Identity
 _PREFIX = "hr-"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _ENVIRONMENT_TENANT = "default"
+KnownKeys = dict[str, tuple[str, Identity]]
+"""By digest: the digest and whom it stands for."""
 
 
 class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -59,7 +61,7 @@ def digest_of(key: str) -> str:
 
 
 class ApiKeys:
-    """The keys of one gateway; `reload` reads the file again and changes all or nothing.
+    """The keys of one gateway; the file can be read again while it serves.
 
     `environ` is where `gateway.api_keys_env` is looked up, once. ConfigError names file, line and key.
     """
@@ -68,7 +70,7 @@ class ApiKeys:
         self._path = pathlib.Path(config.api_keys_file) if config.api_keys_file else None
         self._is_cache_shared = config.shared_prefix_cache
         self._of_environment = dict(self._from_environment(config.api_keys_env, environ))
-        self._identities = self._read()
+        self._identities = self.read()
 
     @property
     def is_required(self) -> bool:
@@ -81,12 +83,15 @@ class ApiKeys:
         found = self._identities.get(digest)
         return found[1] if found is not None and hmac.compare_digest(found[0], digest) else None
 
-    def reload(self) -> int:
-        """Read the file again and return the number of keys. ConfigError, and no change, where it is wrong."""
-        self._identities = self._read()
-        return len(self._identities)
+    def use(self, known: KnownKeys) -> None:
+        """Know these keys from now on."""
+        self._identities = known
 
-    def _read(self) -> dict[str, tuple[str, Identity]]:
+    def read(self) -> KnownKeys:
+        """Return the keys as the file and the environment have them now; `use` puts them in force.
+
+        ConfigError where the file is wrong.
+        """
         identities = dict(self._of_environment)
         if self._path is None:
             return identities

@@ -97,7 +97,9 @@ class GenerationEndpoint(Generic[Body]):
         if state.router.has_upstream:
             relayed = read_relayed(raw)
             group = state.router.resolve(relayed.fields.model)
-            if group.is_remote or (group.has_upstream and ready_card(group) is None):
+            if group.is_remote or (
+                group.has_upstream and ready_card(group, state.clock.now()) is None
+            ):
                 await serving.elsewhere(relayed, group)
                 return
             relayed = relayed if group.has_upstream else None

@@ -84,6 +84,14 @@ async def _attempt(
     structlog.contextvars.bind_contextvars(replica=replica.id)
     with state.router.place(replica, routing) as hold:
         is_trial = breaker.sent()
+
+        def answers() -> None:
+            nonlocal is_trial
+            breaker.succeeded(is_trial=is_trial)
+            is_trial = False
+
+        if is_trial:  # others need not wait for the end of a long stream
+            hold.on_first_news = answers
         try:
             await work(replica, hold)
         except RequestError as error:

@@ -30,10 +30,14 @@ class Ready:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = self.state
-        all_groups = groups(state)
-        cards = [ready_card(group) for group in all_groups]
+        all_groups, now = groups(state), state.clock.now()
+        cards = [ready_card(group, now) for group in all_groups]
         is_stopping = state.lifecycle.is_stopping
-        all_ready = bool(all_groups) and all(map(is_ready, all_groups)) and not is_stopping
+        all_ready = (
+            bool(all_groups)
+            and all(is_ready(group, now) for group in all_groups)
+            and not is_stopping
+        )
         if all_ready:
             for card in cards:
                 if card is not None:
@@ -43,7 +47,7 @@ class Ready:
             headers["retry-after"] = str(round(state.limits.retry_after_starting_seconds))
         body = {
             "ready": all_ready,
-            "models": {group.name: group_status(group) for group in all_groups},
+            "models": {group.name: group_status(group, now) for group in all_groups},
         }
         if is_stopping:
             body["stopping"] = True

@@ -5,6 +5,7 @@ An engine's own numbers arrive a step late; two requests routed within one step 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -43,15 +44,20 @@ def load_of(request: RoutingRequest, *, matched_tokens: int, block_size: int) ->
 class Hold:
     """One request's share of a replica's load. Released once, however often that is asked for."""
 
-    __slots__ = ("_ledger", "_load", "_replica_id")
+    __slots__ = ("_ledger", "_load", "_replica_id", "on_first_news")
 
     def __init__(self, ledger: Ledger, replica_id: str, load: Load) -> None:
         self._ledger = ledger
         self._replica_id = replica_id
         self._load: Load | None = load
+        self.on_first_news: Callable[[], None] | None = None
+        """Called once, when the first token is there."""
 
     def prefilled(self) -> None:
         """The first token is there: the prompt is no work any more. A second call does nothing."""
+        if self.on_first_news is not None:
+            tell, self.on_first_news = self.on_first_news, None
+            tell()
         if self._load is not None and self._load.num_prefill_tokens:
             done = Load(0, self._load.num_prefill_tokens, self._load.num_prefill_tokens, 0)
             self._ledger._change(self._replica_id, done, -1)

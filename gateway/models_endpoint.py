@@ -23,11 +23,11 @@ class ListModels:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         check_any_ready(self.state)
-        identity = identity_of(scope)
+        identity, now = identity_of(scope), self.state.clock.now()
         data = [
-            described(group)
+            described(group, now)
             for group in groups(self.state)
-            if is_ready(group) and identity.may_use(group.name)
+            if is_ready(group, now) and identity.may_use(group.name)
         ]
         await JSONBytes({"object": "list", "data": data})(scope, receive, send)
 
@@ -41,14 +41,15 @@ class ShowModel:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         group = self.state.router.resolve(scope["path_params"]["model"])
         identity_of(scope).check_model(group.name)
-        if not is_ready(group):
+        now = self.state.clock.now()
+        if not is_ready(group, now):
             raise not_ready([group], self.state)
-        await JSONBytes(described(group))(scope, receive, send)
+        await JSONBytes(described(group, now))(scope, receive, send)
 
 
-def described(group: ModelGroup) -> dict[str, Any]:
+def described(group: ModelGroup, now: float) -> dict[str, Any]:
     """Return a model that is ready, by its card; of one that only other servers have, what they say."""
-    card = ready_card(group)
+    card = ready_card(group, now)
     if card is not None:
         return model_object(card)
     known = [replica.upstream.max_model_len for replica in group.replicas if replica.upstream]

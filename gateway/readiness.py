@@ -18,17 +18,20 @@ if TYPE_CHECKING:
     from headrace.gateway.router import ModelGroup
 
 
-def ready_card(group: ModelGroup) -> ModelCard | None:
-    """Return the card of a replica that can serve now."""
+_READY = {"state": "ready", "stage": "ready", "progress": 1.0}
+
+
+def ready_card(group: ModelGroup, now: float) -> ModelCard | None:
+    """Return the card of a replica that takes requests now."""
     for replica in group.replicas:
-        if replica.is_ready and replica.client.card is not None:
+        if replica.takes_requests(now) and replica.client.card is not None:
             return replica.client.card
     return None
 
 
-def is_ready(group: ModelGroup) -> bool:
-    """Whether a replica can serve the model now, here or elsewhere."""
-    return any(replica.is_ready for replica in group.replicas)
+def is_ready(group: ModelGroup, now: float) -> bool:
+    """Whether a replica takes requests for the model now, here or elsewhere."""
+    return any(replica.takes_requests(now) for replica in group.replicas)
 
 
 def groups(state: GatewayState) -> list[ModelGroup]:
@@ -38,8 +41,8 @@ def groups(state: GatewayState) -> list[ModelGroup]:
 def check_any_ready(state: GatewayState) -> None:
     """Raise NotReady where no model can be served at all, Stopping where the server is to end."""
     state.lifecycle.check()
-    all_groups = groups(state)
-    if not any(map(is_ready, all_groups)):
+    all_groups, now = groups(state), state.clock.now()
+    if not any(is_ready(group, now) for group in all_groups):
         raise not_ready(all_groups, state)
 
 
@@ -48,7 +51,7 @@ def require_card(group: ModelGroup, state: GatewayState) -> ModelCard:
 
     Raises NotReady, or InvalidRequest where only other servers have the model.
     """
-    card = ready_card(group)
+    card = ready_card(group, state.clock.now())
     if card is None and group.is_remote:
         raise InvalidRequest(
             f"the model '{group.name}' runs on another server, and its tokens are not known here; "
@@ -62,9 +65,10 @@ def require_card(group: ModelGroup, state: GatewayState) -> ModelCard:
 
 def not_ready(waiting: Sequence[ModelGroup], state: GatewayState) -> NotReady:
     """Return the 503 that says how far the start of the slowest of these models is."""
-    reports = [(group.name, group_status(group)) for group in waiting if not is_ready(group)]
-    if not reports:  # ready elsewhere only, and tokens are needed here
-        reports = [(group.name, group_status(group)) for group in waiting]
+    now = state.clock.now()
+    late = [group for group in waiting if not is_ready(group, now)]
+    # where none is late, they are ready elsewhere only, and tokens are needed here
+    reports = [(group.name, group_status(group, now)) for group in late or waiting]
     name, status = min(reports, key=lambda report: float(report[1]["progress"]))
     message = f"model '{name}' is not ready: {status['state']}, {describe(status)}"
     return NotReady(
@@ -81,8 +85,10 @@ def describe(status: dict[str, Any]) -> str:
     return f"{status['stage']} {round(100 * status['progress'])} %"
 
 
-def group_status(group: ModelGroup) -> dict[str, Any]:
+def group_status(group: ModelGroup, now: float) -> dict[str, Any]:
     """Return {state, stage, progress[, reason]} of the replica that is furthest."""
+    if is_ready(group, now):
+        return dict(_READY)
     if not group.replicas:
         return {"state": "failed", "stage": "", "progress": 0.0, "reason": "it has no replica"}
     return max(map(replica_status, group.replicas), key=_furthest)
@@ -99,7 +105,7 @@ def replica_status(replica: Replica) -> dict[str, Any]:
     Of a reason the first line: what an engine printed before it died is for the log, not for callers.
     """
     if replica.is_ready:
-        return {"state": "ready", "stage": "ready", "progress": 1.0}
+        return dict(_READY)
     progress = replica.client.progress
     status: dict[str, Any] = {
         "state": replica.state,

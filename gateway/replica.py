@@ -74,6 +74,13 @@ class Replica:
     def is_ready(self) -> bool:
         return self.state == "ready"
 
+    def takes_requests(self, now: float) -> bool:
+        """Whether requests may reach it, if only one at a time as a trial: who asks for none of these
+        would never find out that it is well again.
+        """
+        is_up = not self.is_draining and self.client.state == "ready"
+        return is_up and self._current_breaker().state(now) != "open"
+
     def can_serve(self, now: float) -> bool:
         """Whether a request may be sent there now; one that failed may get a trial."""
         is_up = not self.is_draining and self.client.state == "ready"

@@ -238,8 +238,11 @@ class Gateway:
         """Read the configuration again and change the replicas. All or nothing where it is wrong."""
         try:
             loaded = await anyio.to_thread.run_sync(self._read_config)
-            await anyio.to_thread.run_sync(self._state.authenticator.keys.reload)
-            return self._fleet.reload(loaded.config)
+            keys = self._state.authenticator.keys
+            known = await anyio.to_thread.run_sync(keys.read)
+            outcome = self._fleet.reload(loaded.config)
+            keys.use(known)
+            return outcome
         except ConfigError as error:
             raise InvalidRequest(f"the configuration is as before: {error}") from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -77,6 +78,24 @@ def test_keys_are_read_again_on_sighup(server: StartedServer, folder: pathlib.Pa
     while complete(server.url, LATE).status_code != 200:
         deadline -= 1
         assert deadline, "the new key is not taken"
+
+
+def test_keys_stay_where_the_rest_of_the_configuration_cannot_change(
+    server: StartedServer, folder: pathlib.Path
+) -> None:
+    """What the log calls "as before" is as before, the keys too."""
+    path, newest = folder / "headrace.yaml", "canary-key-newest"
+    before = path.read_text()
+    elsewhere = "replicas: [{kind: http, url: 'http://127.0.0.1:9', api_key_env: NOT_SET}]"
+    path.write_text(before.replace("name: m,", f"name: m, {elsewhere},"))
+    write_keys(folder / "keys.yaml", {**TENANTS, newest: "canary-newest"})
+    server.process.send_signal(signal.SIGHUP)
+    deadline = time.monotonic() + 30
+    while not any("the configuration is as before" in line for line in server.output):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert complete(server.url, newest).status_code == 401
+    path.write_text(before)
 
 
 def test_no_key_and_no_tenant_is_told(server: StartedServer) -> None:

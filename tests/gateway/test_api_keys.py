@@ -91,10 +91,10 @@ def test_reading_again_changes_all_or_nothing(tmp_path: pathlib.Path) -> None:
     keys = read(tmp_path, "keys:\n" + entry("one", "tenant: acme"))
     path.write_text("keys:\n" + entry("two", "tenant: other") + "  - nonsense: 1\n")
     with pytest.raises(ConfigError, match="unknown key"):
-        keys.reload()
+        keys.read()
     assert keys.identify("one") is not None and keys.identify("two") is None
     path.write_text("keys:\n" + entry("two", "tenant: other"))
-    assert keys.reload() == 1
+    keys.use(keys.read())
     assert keys.identify("one") is None and keys.identify("two") is not None
 
 

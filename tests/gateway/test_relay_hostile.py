@@ -257,3 +257,46 @@ def test_a_host_that_cannot_be_one_is_a_failed_probe() -> None:
             assert (await ask(gateway)).status == 200
 
     run(main)
+
+
+@pytest.mark.parametrize("engines", [0, 1])
+def test_the_only_replica_comes_back(engines: int) -> None:
+    """A gateway that refuses everything while all breakers are open would never try again."""
+
+    async def main() -> None:
+        upstreams = [] if engines else [FakeUpstream(answers_json({}, status=500))]
+        async with relaying(*upstreams, engines=engines) as gateway:
+            gateway.engine.fails_after = 0
+            for _ in range(8):
+                assert (await ask(gateway)).status >= 500
+            (replica,) = gateway.router.replicas()
+            assert replica.state == "failed"
+            replica.breaker.try_now(gateway.state.clock.now())
+            ready = RawExchange(gateway.app, "/ready", b"", method="GET").start()
+            assert (await ready.finished()).status == 200
+            gateway.engine.fails_after = None
+            for upstream in upstreams:
+                upstream.answer = answers_json(whole("well"))
+            assert (await ask(gateway)).status == 200 and replica.is_ready
+
+    run(main)
+
+
+def test_a_trial_that_answers_lets_others_in_before_its_end() -> None:
+    """A server that is back need not wait for the end of the long stream that found it out."""
+
+    async def main() -> None:
+        upstream = FakeUpstream(streams(delta("x"), 30.0))
+        async with relaying(upstream) as gateway:
+            (replica,) = gateway.router.replicas()
+            replica.breaker.trip(gateway.state.clock.now())
+            replica.breaker.try_now(gateway.state.clock.now())
+            trial = RawExchange(gateway.app, CHAT, STREAMED).start()
+            await until(lambda: b"data:" in trial.body)
+            upstream.answer = answers_json(whole("hi"))
+            assert replica.is_ready and (await ask(gateway)).status == 200
+            trial.disconnect()
+            await trial.finished()
+            assert replica.is_ready
+
+    run(main)
