@@ -112,7 +112,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     deterministic: bool = False
     """Results depend on nothing else in the batch, bit for bit; slower only where a path is not so anyway."""
     activations: Literal["auto", "precise", "int8"] = "auto"
-    """Backend cpu, what meets integer weights: precise 15 bits, int8; auto: int8 for weights below 8 bits."""
+    """Backend cpu, what meets integer weights: precise 15 bits, int8; auto: int8 if any has below 8 bits."""
 
 
 class PoliciesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -62,8 +62,6 @@ class TileRun:
     num_columns: int
     """Of 16 outputs each."""
     first_output: int
-    is_coarse: bool
-    """Stored in fewer than 8 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +87,15 @@ class Packer:
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
+        self.has_coarse = False
+        """Whether a weight was of fewer than 8 bits."""
 
     def hold(
         self, parts: Sequence[WeightPart], bias: NDArray[np.float32] | None = None
     ) -> HeldWeight:
         """UnsupportedModel where sizes do not fit tiles."""
         gathered = [parts[index] for index in range(len(parts))]
+        self.has_coarse |= any(part.scheme in COARSE for part in gathered)
         in_size = gathered[0].shape[1]
         if in_size % GROUP:
             raise UnsupportedModel(
@@ -103,7 +104,7 @@ class Packer:
         runs: list[TileRun] = []
         pieces: list[NDArray[np.uint8]] = []
         first = 0
-        for form, is_coarse, members in _by_form(gathered):
+        for form, members in _by_form(gathered):
             out_size = sum(part.shape[0] for part in members)
             if first % LANES:
                 raise UnsupportedModel(
@@ -112,7 +113,7 @@ class Packer:
             columns = -(-out_size // LANES)
             piece = self._arena.take(columns * (in_size // GROUP) * TILE_BYTES[form])
             _pack(members, form, in_size // GROUP, address(piece))
-            runs.append(TileRun(form, address(piece), columns, first, is_coarse))
+            runs.append(TileRun(form, address(piece), columns, first))
             pieces.append(piece)
             first += out_size
         bias_at = 0
@@ -125,15 +126,15 @@ class Packer:
         return HeldWeight(tuple(runs), first, in_size, bias_at, num_bytes, tuple(pieces))
 
 
-def _by_form(parts: Sequence[WeightPart]) -> list[tuple[int, bool, list[WeightPart]]]:
-    """Group neighbours of the same form and coarseness."""
-    grouped: list[tuple[int, bool, list[WeightPart]]] = []
+def _by_form(parts: Sequence[WeightPart]) -> list[tuple[int, list[WeightPart]]]:
+    """Group neighbours of the same form."""
+    grouped: list[tuple[int, list[WeightPart]]] = []
     for part in parts:
-        kind = FORMS[part.scheme][1], part.scheme in COARSE
-        if grouped and grouped[-1][:2] == kind:
-            grouped[-1][2].append(part)
+        form = FORMS[part.scheme][1]
+        if grouped and grouped[-1][0] == form:
+            grouped[-1][1].append(part)
         else:
-            grouped.append((*kind, [part]))
+            grouped.append((form, [part]))
     return grouped
 
 

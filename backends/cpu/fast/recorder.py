@@ -29,7 +29,6 @@ from headrace.backends.cpu.fast.kernels_product import (
 from headrace.backends.cpu.fast.packing import (
     HeldWeight,
     Packer,
-    TileRun,
     UnsupportedModel,
     round_up,
 )
@@ -154,7 +153,7 @@ class Recorder:
         return out
 
     def linear(self, x: Activation, weight: HeldWeight) -> Activation:
-        codings = [_coding(run, self._activations) for run in weight.runs]
+        codings = [BRAIN if run.form == PLAIN else self._coding() for run in weight.runs]
         coded = {coding: self._as_codes(x, coding) for coding in dict.fromkeys(codings)}
         out = self._value(self._values[x.value].domain, weight.out_size)
         for index, run in enumerate(weight.runs):
@@ -170,6 +169,17 @@ class Recorder:
             }
             self._emit(at.LINEAR, {at.IN: coded[codings[index]], at.OUT: target}, fields)
         return out
+
+    def _coding(self) -> int:
+        """Return how activations are coded that meet integer weights.
+
+        auto: as finely as the model deserves. Having weights of four to six bits costs far more than int8
+        activations do; having them of eight does not.
+        """
+        is_int8 = (
+            self._packer.has_coarse if self._activations == "auto" else self._activations == "int8"
+        )
+        return NARROW if is_int8 else WIDE
 
     def rms_norm(
         self, x: Activation, weight: HeldVector, eps: float, num_groups: int = 1
@@ -356,19 +366,6 @@ class Recorder:
 def _bits(number: float) -> int:
     """The bits of a number as f32."""
     return int(np.float32(number).view(np.int32))
-
-
-def _coding(run: TileRun, activations: str) -> int:
-    """Return how activations are coded that meet these weights.
-
-    auto: no finer than the weights deserve. Having four to six bits costs a model far more than int8
-    activations do; having eight does not.
-    """
-    if run.form == PLAIN:
-        return BRAIN
-    if activations == "auto":
-        return NARROW if run.is_coarse else WIDE
-    return {"precise": WIDE, "int8": NARROW}[activations]
 
 
 def _check_width(width: int, what: str) -> None:
