@@ -301,7 +301,10 @@ class ProcessEngine(StreamingClient):
                     delay = self._restarts.first_delay_seconds
             self._failure = life.reason
             is_final = failed_starts >= self._restarts.max_failed_starts
-            if is_final or (life.refused and not was_ever_ready):
+            is_final |= life.refused and not was_ever_ready
+            if is_final and self.policies.give_up(life.reason):
+                failed_starts = 0
+            elif is_final:
                 self._log.error("engine cannot start", reason=life.reason)
                 self._set_state("failed")
                 return

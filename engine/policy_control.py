@@ -81,6 +81,19 @@ class PolicyControl:
         """Start the next engines without the policy of a kind, which ended this one, until another is kept."""
         self._benched[kind] = reason
 
+    def give_up(self, reason: str) -> bool:
+        """Start the next engines with what the configuration says, since none comes up with what was
+        swapped in; False where nothing was."""
+        if not self._started_with:
+            return False
+        structlog.get_logger("headrace.engine").error(
+            "policy_swap_lost", replica=self._id, kinds=sorted(self._started_with), reason=reason
+        )
+        for kind in self._started_with:
+            self._kept.pop(kind, None)
+            self._benched.pop(kind, None)
+        return True
+
     @property
     def benched(self) -> dict[str, str]:
         """What an engine is to be started without, by kind, and why."""

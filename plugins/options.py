@@ -34,7 +34,7 @@ def build_options(
         raise PluginError(f"{label}: {cls.__qualname__}.Options must be a dataclass")
     hints = _hints(declared, label)
     values = {}
-    for name, value in given.items():
+    for name, value in (_written_defaults(declared, hints) | given).items():
         if name not in hints:
             raise PluginError(f"{label} has no option '{name}'. {did_you_mean(name, hints)}")
         try:
@@ -51,8 +51,18 @@ def build_options(
             wanted = "; ".join(f"{name}: {describe(hints[name])}" for name in missing)
             raise PluginError(f"{label} needs the option {wanted}") from None
         raise PluginError(f"{label}: options refused: {error}") from error
-    except ValueError as error:
-        raise PluginError(f"{label}: options refused: {error}") from error
+    except Exception as error:
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise PluginError(f"{label}: options refused: {kind}{error}") from error
+
+
+def _written_defaults(declared: type[Any], hints: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the defaults that are text, which are read as if YAML held them: a duration may be "5s"."""
+    return {
+        field.name: field.default
+        for field in dataclasses.fields(declared)
+        if field.name in hints and isinstance(field.default, str)
+    }
 
 
 def _hints(declared: type[Any], label: str) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from headrace.policy_answers import (
     checked_verdict,
     checked_victim,
 )
+from headrace.policy_watchdog import PolicyTimeout
 from headrace.types import (
     AdmissionView,
     BlockView,
@@ -202,7 +203,9 @@ def _judging(policy: Any, method: str) -> Iterator[None]:
         raise AssertionError(f"{where}: {error}") from None
     except AssertionError as error:
         raise AssertionError(f"{where} {error}") from None
-    except Exception as error:
+    except (KeyboardInterrupt, PolicyTimeout):
+        raise
+    except BaseException as error:
         raise AssertionError(f"{where} raised {type(error).__name__}: {error}") from error
 
 

@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from headrace.policy_answers import checked_order
 from headrace.policy_guard import GuardLimits
+from headrace.policy_watchdog import PolicyTimeout, Watchdog
 from headrace.testing.policies import (
     check_admission_policy,
     check_eviction_policy,
@@ -26,6 +28,10 @@ from headrace.types import RequestView, SchedulerView, TenantService
 STARVATION_SECONDS = 90.0
 """A request that has no token so long after it came, while later ones are served, starves."""
 _QUEUE_LENGTH = 1000
+_LOOK_SECONDS = 30.0
+_LIMIT = GuardLimits().slow_seconds
+_IN_TIME = f"a queue of {_QUEUE_LENGTH:,} is ranked well within {_LIMIT * 1000:.0f} ms"
+_FAIR = f"nobody waits longer than {STARVATION_SECONDS:.0f} s under a load that never ends"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +46,30 @@ class Finding:
 def examine(kind: str, make: Callable[[], Any]) -> list[Finding]:
     """Return what was found of a policy of this kind; `make` builds a fresh one each time."""
     check, promise = _CONTRACTS[kind]
-    findings = [_contract(check, make, promise)]
-    if kind == "scheduling" and not findings[0].breach:
-        findings += [_time_per_call(make), _starvation(make)]
+    looks: list[tuple[str, Callable[[], Finding]]] = [
+        (promise, lambda: _contract(check, make, promise))
+    ]
+    if kind == "scheduling":
+        looks += [(_IN_TIME, lambda: _time_per_call(make)), (_FAIR, lambda: _starvation(make))]
+    findings: list[Finding] = []
+    for promise, look in looks:
+        findings.append(_looked(promise, look))
+        if findings[-1].breach:
+            break
     return findings
+
+
+def _looked(promise: str, look: Callable[[], Finding]) -> Finding:
+    """Return what `look` finds; whatever a policy raises, and where it does not come back, is a breach."""
+    try:
+        finding: Finding = Watchdog().call(look, (), _LOOK_SECONDS, may_stick=True)
+    except KeyboardInterrupt:
+        raise
+    except PolicyTimeout:
+        return Finding(promise, f"it did not come to an end within {_LOOK_SECONDS:.0f} s")
+    except BaseException as error:
+        return Finding(promise, f"it raised {type(error).__name__}: {error}")
+    return finding
 
 
 def _contract(check: Callable[..., None], make: Callable[[], Any], promise: str) -> Finding:
@@ -56,8 +82,6 @@ def _contract(check: Callable[..., None], make: Callable[[], Any], promise: str)
 
 
 def _time_per_call(make: Callable[[], Any]) -> Finding:
-    limit = GuardLimits().slow_seconds
-    promise = f"a queue of {_QUEUE_LENGTH:,} is ranked well within {limit * 1000:.0f} ms"
     rng = random.Random(0)
     waiting = [
         RequestView(
@@ -74,13 +98,14 @@ def _time_per_call(make: Callable[[], Any]) -> Finding:
     policy, times = make(), []
     for _ in range(5):
         start = time.perf_counter()
-        policy.rank_waiting(list(waiting), view)
+        answer = policy.rank_waiting(list(waiting), view)
         times.append(time.perf_counter() - start)
+        checked_order(answer, waiting)
     best = min(times)
     measured = f"{best * 1000:.2f} ms"
-    if best > limit / 2:
-        return Finding(promise, f"it takes {measured}; longer calls are cut off", measured)
-    return Finding(promise, measured=measured)
+    if best > _LIMIT / 2:
+        return Finding(_IN_TIME, f"it takes {measured}; longer calls are cut off", measured)
+    return Finding(_IN_TIME, measured=measured)
 
 
 def adversarial_load(kind: str) -> tuple[list[Job], int]:
@@ -101,7 +126,6 @@ def adversarial_load(kind: str) -> tuple[list[Job], int]:
 
 
 def _starvation(make: Callable[[], Any]) -> Finding:
-    promise = f"nobody waits longer than {STARVATION_SECONDS:.0f} s under a load that never ends"
     longest = 0.0
     for kind in ("urgent", "crowd"):
         jobs, victim = adversarial_load(kind)
@@ -109,13 +133,13 @@ def _starvation(make: Callable[[], Any]) -> Finding:
         fared = serve(make(), jobs, until=end, awaited=victim, max_num_sequences=4)[victim]
         if fared.first_token_at < 0:
             return Finding(
-                promise,
+                _FAIR,
                 f"a long request of low priority had no token after {STARVATION_SECONDS:.0f} s, while "
                 f"later ones were served (load '{kind}'); let waiting count, as `priority` does "
                 "with `ageing` and `shortest_first` with `patience`",
             )
         longest = max(longest, fared.ttft)
-    return Finding(promise, measured=f"{longest:.1f} s at most")
+    return Finding(_FAIR, measured=f"{longest:.1f} s at most")
 
 
 _CONTRACTS: Mapping[str, tuple[Callable[..., None], str]] = {

@@ -121,6 +121,32 @@ def test_a_slow_policy_is_told_its_time() -> None:
     assert "longer calls are cut off" in found.breach
 
 
+@pytest.mark.parametrize(
+    ("body", "kept", "breach"),
+    [
+        ("raise SystemExit(0)", 0, "raised SystemExit: 0"),
+        ("raise GeneratorExit", 0, "raised GeneratorExit"),
+        ("if len(waiting) > 500: raise ValueError('long')", 1, "it raised ValueError: long"),
+        ("while len(waiting) > 500: pass", 1, "did not come to an end"),
+        ("if len(waiting) > 500: return waiting[:9]", 1, "the order has 9 of the 1000"),
+        ("if waiting and waiting[0].num_prompt_tokens == 6000: raise KeyError", 2, "KeyError"),
+    ],
+)
+def test_a_check_always_ends_in_a_verdict(
+    headrace: Run, monkeypatch: pytest.MonkeyPatch, body: str, kept: int, breach: str
+) -> None:
+    """A policy that leaves with exit code 0 is not kept by anybody's build for a good one."""
+    if "while" in body:
+        monkeypatch.setattr("headrace.testing.policy_report._LOOK_SECONDS", 1.0)
+    source = UNBOUNDED.replace("        return sorted", f"        {body}\n        return sorted")
+    source = source.replace("request.num_prompt_tokens)", "request.arrival_time)")
+    pathlib.Path("odd.py").write_text(source)
+    code, out, err = headrace("policies", "check", "odd.py")
+    assert (code, err) == (1, "")
+    assert len(re.findall(r"^  ok ", out, re.MULTILINE)) == kept
+    assert breach in out
+
+
 def test_list_names_every_policy(headrace: Run) -> None:
     code, out, _ = headrace("policies", "list")
     assert code == 0

@@ -224,3 +224,16 @@ def test_an_engine_that_a_policy_hung_is_started_again_without_it(
         assert "gave no sign of life" in state["last_failure"]
         assert swap(server, "scheduling", "slo").status_code == 200
         assert not in_force(server, "scheduling")[0]["is_benched"]
+
+
+def test_an_engine_whose_swapped_script_is_gone_comes_back_with_the_configured_policy(
+    config: pathlib.Path, policy: pathlib.Path
+) -> None:
+    config.write_text(config.read_text().replace("replicas: 2", "replicas: 1"))
+    with started_server(["-c", str(config)], environment=ADMIN) as server:
+        assert swap(server, "scheduling", "./last_first.py:LastFirst").status_code == 200
+        policy.unlink()
+        psutil.Process(server.process.pid).children()[0].kill()
+        wait_for(server, ["fcfs"])
+        lost = next(line for line in server.output if "policy_swap_lost" in line)
+        assert "last_first.py: cannot be read" in lost
