@@ -42,7 +42,7 @@ class Intake:
         if self._model.tokenizer is None:  # a simulation: it reads no embedding of its ids
             _check_textless(sampling)
         else:
-            check_token_ids(request, self._model.vocab_size)
+            check_token_ids(request.prompt_token_ids, sampling, self._model.vocab_size)
         if sampling.grammar is not None:
             raise InvalidRequest("grammar is not supported by this engine", param="grammar")
         num_prompt_tokens = len(request.prompt_token_ids)

@@ -92,11 +92,13 @@ def build_requests(
     requests: list[GenerationRequest] = []
     for index, token_ids in enumerate(prompts):
         max_tokens = resolve_max_tokens(rule, num_prompt_tokens=len(token_ids), card=card)
+        own_sampling = msgspec.structs.replace(sampling, max_tokens=max_tokens)
+        check_token_ids(token_ids, own_sampling, card.vocab_size)
         request = GenerationRequest(
             request_id=caller.request_id if len(prompts) == 1 else f"{caller.request_id}-{index}",
             model=card.name,
             prompt_token_ids=token_ids,
-            sampling=msgspec.structs.replace(sampling, max_tokens=max_tokens),
+            sampling=own_sampling,
             tenant=identity.tenant,
             priority=identity.priority_of(body.priority),
             arrival_time=caller.arrival_time,
@@ -104,11 +106,10 @@ def build_requests(
             tpot_target_seconds=_seconds(objective.tpot_ms),
             cache_salt=salt,
             cache_ttl_seconds=body.cache_ttl,
+            prefix_hashes=tuple(block_digests(root, token_ids, card.block_size)),
             is_whole=not body.stream,
         )
-        check_token_ids(request, card.vocab_size)
-        hashes = tuple(block_digests(root, token_ids, card.block_size))
-        requests.append(msgspec.structs.replace(request, prefix_hashes=hashes))
+        requests.append(request)
     return tuple(requests)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -68,6 +69,25 @@ def _bounded(name: str, value: float, low: float, high: float) -> None:
 
 
 def _check_numbers(p: SamplingParams) -> None:
+    if not (
+        0 <= p.temperature <= 1e6
+        and 0 <= p.top_p <= 1
+        and 0 <= p.min_p <= 1
+        and -2 <= p.presence_penalty <= 2
+        and -2 <= p.frequency_penalty <= 2
+        and 0 < p.repetition_penalty <= 1e6
+    ):
+        _refuse_number(p)
+    for token_id, bias in p.logit_bias.items():
+        _bounded("logit_bias", bias, -100, 100)
+        if token_id < 0:
+            raise InvalidRequest(
+                f"logit_bias: token id {shown(token_id)} is negative", param="logit_bias"
+            )
+
+
+def _refuse_number(p: SamplingParams) -> None:
+    """Raise for the first number that is out of its bounds."""
     _bounded("temperature", p.temperature, 0, 1e6)
     _bounded("top_p", p.top_p, 0, 1)
     _bounded("min_p", p.min_p, 0, 1)
@@ -78,12 +98,6 @@ def _check_numbers(p: SamplingParams) -> None:
         raise InvalidRequest(
             "repetition_penalty must be above 0, got 0; 1 means off", param="repetition_penalty"
         )
-    for token_id, bias in p.logit_bias.items():
-        _bounded("logit_bias", bias, -100, 100)
-        if token_id < 0:
-            raise InvalidRequest(
-                f"logit_bias: token id {shown(token_id)} is negative", param="logit_bias"
-            )
 
 
 def _check_counts(p: SamplingParams) -> None:
@@ -172,11 +186,12 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
             raise InvalidRequest(f"cache_ttl must be above 0, got {ttl}", param="cache_ttl")
 
 
-def check_token_ids(request: GenerationRequest, vocab_size: int) -> None:
-    """Raise InvalidRequest where a token id the request names is outside the vocabulary."""
-    sampling = request.sampling
+def check_token_ids(
+    prompt_token_ids: Sequence[int], sampling: SamplingParams, vocab_size: int
+) -> None:
+    """Raise InvalidRequest where a token id that a request names is outside the vocabulary."""
     groups = (
-        ("prompt", request.prompt_token_ids),
+        ("prompt", prompt_token_ids),
         ("logit_bias", sampling.logit_bias),
         ("stop_token_ids", sampling.stop_token_ids),
     )
