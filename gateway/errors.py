@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 from starlette.responses import Response
+from starlette.types import Send
 
 from headrace.errors import ErrorInfo, RequestError
 
@@ -87,6 +88,17 @@ def error_response(error: BaseException) -> Response:
     if seconds is not None:
         headers["retry-after"] = str(max(1, math.ceil(seconds)))
     return JSONBytes(error_object(info, extra), status_code=info.http_status, headers=headers)
+
+
+async def send_json(send: Send, content: Any) -> None:
+    """Answer 200 with JSON."""
+    body = msgspec.json.encode(content)
+    headers = [
+        (b"content-length", str(len(body)).encode()),
+        (b"content-type", b"application/json"),
+    ]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
 
 
 class JSONBytes(Response):

@@ -23,7 +23,7 @@ from headrace.gateway.entrance import (
     parsed_view,
     pass_gate,
 )
-from headrace.gateway.errors import JSONBytes
+from headrace.gateway.errors import send_json
 from headrace.gateway.failover import with_failover
 from headrace.gateway.json_body import decode_body
 from headrace.gateway.relay import Relay
@@ -101,7 +101,7 @@ class Serving:
         if outlet.writer is None:
             await run_requests(self.state, placements, WholeDelivery(self.record, answer))
             outlet.has_said = True
-            await JSONBytes(answer.whole())({"type": "http"}, _no_receive, outlet.send)
+            await send_json(outlet.send, answer.whole())
             return b""
         delivery = StreamDelivery(self.record, answer, outlet, outlet.writer)
         await run_requests(self.state, placements, delivery)
@@ -173,7 +173,3 @@ def _hashed(raw: bytes, model: str, salt: str) -> tuple[tuple[bytes, ...], int]:
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply") from None
     return text_prefix_hashes(text, model=model, salt=salt), estimated_tokens(text)
-
-
-async def _no_receive() -> Any:
-    raise AssertionError("the body was read already")
