@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import pathlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import msgspec
@@ -275,14 +275,4 @@ def _gate(
 
 def with_changes(setup: Setup, **changes: Any) -> Setup:
     """Return a setup with other engine settings, such as max_num_sequences."""
-    settings = msgspec.structs.replace(setup.settings, **changes)
-    return Setup(
-        config=setup.config,
-        hardware=setup.hardware,
-        settings=settings,
-        num_blocks=setup.num_blocks,
-        registries=setup.registries,
-        replicas=setup.replicas,
-        choices=setup.choices,
-        is_step_by_step=setup.is_step_by_step,
-    )
+    return replace(setup, settings=msgspec.structs.replace(setup.settings, **changes))

@@ -15,6 +15,7 @@ from headrace.cli.pull import pull
 from headrace.cli.replicas import replicas
 from headrace.cli.serve import serve
 from headrace.cli.simulate import simulate
+from headrace.cli.tune import tune
 
 app = typer.Typer(
     name="headrace",
@@ -28,6 +29,7 @@ app.command()(chat)
 app.command()(generate)
 app.command()(bench)
 app.command()(simulate)
+app.command()(tune)
 app.command()(pull)
 app.command("check-config")(check_config)
 app.command()(plugins)

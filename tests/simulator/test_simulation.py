@@ -158,7 +158,9 @@ def test_a_thousand_replicas() -> None:
 def test_one_more_replica_serves_an_overload_sooner() -> None:
     trace = generate("burst", num_requests=200, seed=1, rate=60)
     ttfts = [
-        figures(simulate(make_setup(replicas=count), trace), "run", LEVEL)["latency_seconds"]["ttft"]
+        figures(simulate(make_setup(replicas=count), trace), "run", LEVEL)["latency_seconds"][
+            "ttft"
+        ]
         for count in (1, 2)
     ]
     assert ttfts[1]["p90"] < 0.7 * ttfts[0]["p90"]
