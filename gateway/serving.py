@@ -168,8 +168,9 @@ class Serving:
 
 def _hashed(raw: bytes, model: str, salt: str) -> tuple[tuple[bytes, ...], int]:
     """Return (digest chain, estimated tokens) of a body's prompt."""
+    body = decode_body(raw, _BODY)
     try:
-        text = canonical_prompt(decode_body(raw, _BODY))
+        text = canonical_prompt(body)
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply") from None
     return text_prefix_hashes(text, model=model, salt=salt), estimated_tokens(text)

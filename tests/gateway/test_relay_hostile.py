@@ -268,7 +268,7 @@ def test_the_only_replica_comes_back(engines: int) -> None:
         async with relaying(*upstreams, engines=engines) as gateway:
             gateway.engine.fails_after = 0
             for _ in range(8):
-                assert (await ask(gateway)).status >= 500
+                assert (await ask(gateway)).status in (500, 502, 503)
             (replica,) = gateway.router.replicas()
             assert replica.state == "failed"
             replica.breaker.try_now(gateway.state.clock.now())
