@@ -8,6 +8,7 @@ cryptographic: a tenant cannot craft tokens that hit another tenant's blocks.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from array import array
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,8 @@ TEXT_BLOCK_BYTES = 64
 """About sixteen tokens of English."""
 
 
+_MAX_KEPT_SALT = 256
+"""Characters of a salt, which clients choose; roots of longer ones are not kept."""
 _PARENT_HEAD = b"p" + DIGEST_BYTES.to_bytes(8, "little")
 
 
@@ -28,6 +31,12 @@ def root_digest(
     *, model_revision: str, adapter: str = "", salt: str = "", compaction_id: str = ""
 ) -> bytes:
     """Return the parent digest of a sequence's first block. [32 bytes]"""
+    if len(salt) <= _MAX_KEPT_SALT:
+        return _kept_root(model_revision, adapter, salt, compaction_id)
+    return _root(model_revision, adapter, salt, compaction_id)
+
+
+def _root(model_revision: str, adapter: str, salt: str, compaction_id: str) -> bytes:
     fields = (
         _field(b"m", model_revision.encode("utf-8", "surrogatepass")),
         _field(b"a", adapter.encode("utf-8", "surrogatepass")),
@@ -35,6 +44,10 @@ def root_digest(
         _field(b"c", compaction_id.encode("utf-8", "surrogatepass")),
     )
     return hashlib.blake2b(b"".join(fields), digest_size=DIGEST_BYTES).digest()
+
+
+_kept_root = functools.lru_cache(maxsize=1024)(_root)
+"""Most requests share one of a few roots."""
 
 
 def block_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
