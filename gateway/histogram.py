@@ -40,7 +40,7 @@ class ModelHistogram(Collector):
         self._name = name
         self._text = text
         self._bounds = tuple(bounds)
-        self._shown = [floatToGoString(bound) for bound in (*bounds, INF)]
+        self._shown = [floatToGoString(bound) for bound in (*bounds, INF)]  # type: ignore[no-untyped-call]
         self._models: dict[str, Counts] = {}
 
     def observe(self, model: str, seconds: float) -> None:
