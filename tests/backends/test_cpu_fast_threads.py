@@ -73,6 +73,21 @@ def test_a_calm_trial_brings_all_threads_back_and_forgets() -> None:
     assert steps_with_one(governor) == 16
 
 
+def test_disturbances_are_borne_where_one_thread_is_slower_still() -> None:
+    governor = ThreadGovernor(2)
+    for _ in range(DISTURBED_STEPS):
+        governor.observe(DISTURBED, STEP_SECONDS)
+    for _ in range(DISTURBED_STEPS):
+        assert governor.num_threads() == 1
+        governor.observe(CALM, 1.5 * STEP_SECONDS)
+    for _ in range(round(FIRST_PAUSE_SECONDS / STEP_SECONDS)):
+        assert governor.num_threads() == 2
+        governor.observe(DISTURBED, STEP_SECONDS)
+    governor.observe(DISTURBED, STEP_SECONDS)
+    governor.observe(DISTURBED, STEP_SECONDS)
+    assert governor.num_threads() == 1, "tried again after a time"
+
+
 def test_one_thread_stays_one() -> None:
     governor = ThreadGovernor(1)
     governor.observe(CALM, STEP_SECONDS)

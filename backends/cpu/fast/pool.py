@@ -29,13 +29,26 @@ CONTROL_WORDS = 4096
 
 
 class ThreadGovernor:
-    """Decides how many threads the next step has. Mutable; knows nothing of threads."""
+    """Decides how many threads the next step has. Mutable; knows nothing of threads.
+
+    After disturbed steps it tries one thread, and stays with it for a pause only where that is no slower: a
+    neighbour that takes a core for a moment costs two threads less than half of their work.
+    """
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
-        self._disturbed = 0
+        self._disturbed: list[float] = []
+        """Seconds of the disturbed steps in a row, the last DISTURBED_STEPS of them."""
+        self._together = 0.0
+        """What they took when the pause began."""
+        self._alone: list[float] = []
+        """Seconds of the first steps of a pause."""
         self._pause = FIRST_PAUSE_SECONDS
         self._left = 0.0
+        """Of the pause with one thread."""
+        self._patience = FIRST_PAUSE_SECONDS
+        self._borne = 0.0
+        """Time left in which disturbances are borne, because one thread was slower still."""
 
     def num_threads(self) -> int:
         return 1 if self._left > 0 else self._num_threads
@@ -44,17 +57,30 @@ class ThreadGovernor:
         """Say how long the last step took, and how much of that was waits beyond the spin."""
         if self._left > 0:
             self._left -= seconds
+            self._judge(seconds)
+        elif self._borne > 0:
+            self._borne -= seconds
+        elif long_wait_share <= LONG_WAIT_SHARE:
+            del self._disturbed[:1]
+            if not self._disturbed:
+                self._pause = self._patience = FIRST_PAUSE_SECONDS
+        else:
+            self._disturbed = [*self._disturbed, seconds][-DISTURBED_STEPS:]
+            if len(self._disturbed) == DISTURBED_STEPS:
+                self._together, self._alone = sum(self._disturbed), []
+                del self._disturbed[:1]  # one more is enough for the next pause
+                self._left = self._pause
+                self._pause = min(2 * self._pause, MAX_PAUSE_SECONDS)
+
+    def _judge(self, seconds: float) -> None:
+        """End the pause where one thread turns out slower than several disturbed ones."""
+        if len(self._alone) == DISTURBED_STEPS:
             return
-        if long_wait_share <= LONG_WAIT_SHARE:
-            self._disturbed = max(0, self._disturbed - 1)
-            if self._disturbed == 0:
-                self._pause = FIRST_PAUSE_SECONDS
-            return
-        self._disturbed += 1
-        if self._disturbed >= DISTURBED_STEPS:
-            self._left = self._pause
-            self._pause = min(2 * self._pause, MAX_PAUSE_SECONDS)
-            self._disturbed = DISTURBED_STEPS - 1
+        self._alone.append(seconds)
+        if len(self._alone) == DISTURBED_STEPS and sum(self._alone) > self._together:
+            self._left = 0.0
+            self._borne = self._patience
+            self._patience = min(2 * self._patience, MAX_PAUSE_SECONDS)
 
 
 class ThreadGovernors:
