@@ -82,11 +82,19 @@ def _contract(check: Callable[..., None], make: Callable[[], Any], promise: str)
 
 
 def _time_per_call(make: Callable[[], Any]) -> Finding:
+    best = max(_seconds_per_call(make, num_tenants) for num_tenants in (1, 20))
+    measured = f"{best * 1000:.2f} ms"
+    if best > _LIMIT / 2:
+        return Finding(_IN_TIME, f"it takes {measured}; longer calls are cut off", measured)
+    return Finding(_IN_TIME, measured=measured)
+
+
+def _seconds_per_call(make: Callable[[], Any], num_tenants: int) -> float:
     rng = random.Random(0)
     waiting = [
         RequestView(
             f"request-{number}",
-            tenant=f"tenant-{number % 20}",
+            tenant=f"tenant-{number % num_tenants}",
             priority=number % 3,
             arrival_time=number * 0.01,
             num_prompt_tokens=rng.randint(1, 4096),
@@ -101,11 +109,7 @@ def _time_per_call(make: Callable[[], Any]) -> Finding:
         answer = policy.rank_waiting(list(waiting), view)
         times.append(time.perf_counter() - start)
         checked_order(answer, waiting)
-    best = min(times)
-    measured = f"{best * 1000:.2f} ms"
-    if best > _LIMIT / 2:
-        return Finding(_IN_TIME, f"it takes {measured}; longer calls are cut off", measured)
-    return Finding(_IN_TIME, measured=measured)
+    return min(times)
 
 
 def adversarial_load(kind: str) -> tuple[list[Job], int]:

@@ -9,7 +9,9 @@ most one quantum.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -48,21 +50,41 @@ class DeficitPrefix:
                 left[tenant] += rounds * quantum
                 self._granted[tenant] += rounds * quantum
         queue = sorted(waiting, key=lambda r: (-r.num_cached_tokens, r.arrival_time))
+        return self._in_rounds(queue, left)
+
+    def _in_rounds(
+        self, queue: Sequence[RequestView], left: Mapping[str, float]
+    ) -> list[RequestView]:
+        """Return the queue in the order of rounds, those of one round as they are in the queue.
+
+        In a round each tenant goes on until nothing is left to it; then all who still wait are given
+        as many quanta as the best of them needs. `given` is what each has had in this way.
+        """
+        quantum = float(self._options.quantum)
+        places: dict[str, deque[int]] = {}
+        for place, request in enumerate(queue):
+            places.setdefault(request.tenant, deque()).append(place)
+        turns = [(-left[tenant], tenant) for tenant in places]
+        heapq.heapify(turns)
+        given = 0.0
         order: list[RequestView] = []
-        while queue:
-            passed: list[RequestView] = []
-            for request in queue:
-                if left[request.tenant] > 0:
-                    left[request.tenant] -= self._cost(request)
-                    order.append(request)
-                else:
-                    passed.append(request)
-            queue = passed
-            behind = {request.tenant for request in queue}
-            if behind:
-                rounds = 1 + int(-max(left[tenant] for tenant in behind) // quantum)
-                for tenant in behind:
-                    left[tenant] += rounds * quantum
+        while turns:
+            most = given - turns[0][0]
+            if most <= 0:
+                given += (1 + int(-most // quantum)) * quantum
+            taken: list[int] = []
+            go_on: list[tuple[float, str]] = []
+            while turns and given - turns[0][0] > 0:
+                overdrawn, tenant = heapq.heappop(turns)
+                mine = places[tenant]
+                while mine and given - overdrawn > 0:
+                    overdrawn += self._cost(queue[mine[0]])
+                    taken.append(mine.popleft())
+                if mine:
+                    go_on.append((overdrawn, tenant))
+            for turn in go_on:
+                heapq.heappush(turns, turn)
+            order += [queue[place] for place in sorted(taken)]
         return order
 
     def next_decision_at(self, view: SchedulerView) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
+from typing import Any
 
 import pytest
 
@@ -140,6 +141,58 @@ def test_local_and_fair_too() -> None:
     half_time = max(entry.finished_at for entry in served) / 2
     light = [entry for entry in served if entry.job.tenant == "light"]
     assert all(entry.finished_at < half_time for entry in light)
+
+
+def in_passes(queue: list[RequestView], left: dict[str, float], quantum: int) -> list[RequestView]:
+    """Return the order of deficit round robin as it is told: pass after pass over all who wait."""
+    order: list[RequestView] = []
+    while queue:
+        passed: list[RequestView] = []
+        for request in queue:
+            if left[request.tenant] > 0:
+                left[request.tenant] -= max(
+                    1, request.num_prompt_tokens - request.num_cached_tokens
+                )
+                order.append(request)
+            else:
+                passed.append(request)
+        queue = passed
+        most = max((left[request.tenant] for request in queue), default=1)
+        for tenant in {request.tenant for request in queue}:
+            left[tenant] += (1 + int(-most // quantum)) * quantum
+    return order
+
+
+class Counted(list[RequestView]):
+    num_looks = 0
+
+    def __getitem__(self, place: Any) -> Any:
+        self.num_looks += 1
+        return super().__getitem__(place)
+
+
+@pytest.mark.parametrize("quantum", [1, 100, 4096])
+@pytest.mark.parametrize("num_tenants", [1, 5, 200])
+def test_rounds_are_those_of_the_paper_and_look_at_each_request_a_few_times_only(
+    quantum: int, num_tenants: int
+) -> None:
+    """A pass over all who wait per round took 90 ms for a thousand long prompts of one tenant."""
+    rng = random.Random(num_tenants)
+    queue = Counted(
+        RequestView(
+            str(number),
+            tenant=str(rng.randrange(num_tenants)),
+            num_prompt_tokens=rng.randint(1, 5000),
+            num_cached_tokens=rng.choice([0, 1, 64]),
+        )
+        for number in range(300)
+    )
+    left = {str(tenant): float(rng.randint(-9000, 9000)) for tenant in range(num_tenants)}
+    order = DeficitPrefix(DeficitPrefix.Options(quantum=quantum))._in_rounds(queue, left)
+    assert queue.num_looks <= 2 * len(queue)
+    present = {request.tenant for request in queue}
+    first = in_passes(list(queue), {tenant: left[tenant] for tenant in present}, quantum)
+    assert [each.request_id for each in order] == [each.request_id for each in first]
 
 
 # --- slo --------------------------------------------------------------------------
