@@ -2,11 +2,13 @@
 #   PYTHON=python3.12       which Python makes the environment (3.11 or newer)
 #   VENV=.venv              where the environment lives
 #   TORCH_INDEX=URL         take torch from this index instead
+#   KERNELS=1               with `test`: prove the GPU kernels on the CPU too (g++ and the extra 'kernels')
 #   ARGS="--port 9000"      passed on to `headrace serve` or to pytest
 
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+KERNELS ?=
 
 .PHONY: serve test test-slow check environment clean
 
@@ -15,8 +17,8 @@ serve:
 	@exec "$(VENV)/bin/headrace" serve $(ARGS)
 
 test:
-	@PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/setup-environment dev
-	@"$(VENV)/bin/python" -m pytest $(ARGS)
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/setup-environment $(if $(KERNELS),"dev,kernels",dev)
+	@HEADRACE_KERNELS="$(KERNELS)" "$(VENV)/bin/python" -m pytest $(ARGS)
 
 test-slow:
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/setup-environment dev

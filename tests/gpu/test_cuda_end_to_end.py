@@ -16,7 +16,7 @@ from headrace.testing.model_driver import ModelDriver, open_checkpoint
 from headrace.testing.tiny_models import write_tiny_checkpoint
 from headrace.types import EngineSettings
 
-pytestmark = needs_cuda_cpp
+pytestmark = [needs_cuda_cpp, pytest.mark.kernels]
 PROMPT = [40, 77, 12, 300, 5, 9, 141, 60, 7, 7, 81, 19, 200, 33, 2, 250, 99, 31, 18, 64]
 
 

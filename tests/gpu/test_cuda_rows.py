@@ -8,7 +8,7 @@ from gpu.row_cases import DRAW_CASES, ROW_CASES
 
 from headrace.testing.cuda_cpu.launcher import ORDERS
 
-pytestmark = needs_cuda_cpp
+pytestmark = [needs_cuda_cpp, pytest.mark.kernels]
 
 
 @pytest.mark.parametrize("name", [*ROW_CASES, *DRAW_CASES])
