@@ -16,6 +16,7 @@ successor dropped it.
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 import types
@@ -110,6 +111,7 @@ class Block:
             for thread in self.threads:
                 if not thread.dead and thread:
                     thread.throw()
+            self.threads.clear()  # no cycles are left for the garbage collector
 
     def _step(self, thread: Thread) -> None:
         thread.parent = getcurrent()
@@ -370,6 +372,12 @@ def run_grid(
         numbered.reverse()
     elif order == "random":
         random.Random(seed).shuffle(numbered)
-    with np.errstate(all="ignore"):
-        for number, point in numbered:
-            Block(launch, number, point).run(function, arguments)
+    collects = gc.isenabled()
+    gc.disable()  # every thread is an object with a stack: looking through them took most of the time
+    try:
+        with np.errstate(all="ignore"):
+            for number, point in numbered:
+                Block(launch, number, point).run(function, arguments)
+    finally:
+        if collects:
+            gc.enable()

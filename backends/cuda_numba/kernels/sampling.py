@@ -328,6 +328,9 @@ def cut_rows(vector: int) -> KernelSource:
         floor = i64(0)
         if mode == BY_MASS and _is_active(BY_COUNT, floats, ints, row, vocab):
             floor = cuts[(i64(LEVELS) * num_rows + row) * CUT_WORDS]
+        coldness = f32(1.0)
+        if mode == BY_MASS:
+            coldness = f32(1.0) / floats[row * FLOATS]
         shift = i64(_shift_of(level))
         width = i64(_width_of(level))
         base = i64(row) * vocab
@@ -340,12 +343,13 @@ def cut_rows(vector: int) -> KernelSource:
                 load_four(adjusted, base, vocab, four, x)
             else:
                 load_four(raw, base, vocab, four, x)
-            for i in range(min(4, vocab - 4 * four)):
+            for i in range(4):
                 key = _key_of(x[i], 4 * four + i)
-                if key >= floor and key >> (shift + width) == prefix >> (shift + width):
+                same = key >> (shift + width) == prefix >> (shift + width)
+                if same and key >= floor and 4 * four + i < vocab:
                     weight = i64(1)
                     if mode == BY_MASS:
-                        weight = _weight_of((x[i] - adjusted_largest) / floats[row * FLOATS])
+                        weight = _weight_of((x[i] - adjusted_largest) * coldness)
                     if weight != 0:
                         digit = (key >> shift) & ((i64(1) << width) - 1)
                         atomic_add(counts, digit, weight)
@@ -391,10 +395,10 @@ def draw_shares(vector: int) -> KernelSource:
             mass = i64(0)
             for four in range(first + thread, last, THREADS):
                 load_four(raw, base, vocab, four, x)
-                for i in range(min(4, vocab - 4 * four)):
-                    mass += _weight_of(x[i] - raw_largest)
+                for i in range(4):
+                    mass += _weight_of(x[i] - raw_largest)  # nothing past the end: it is -inf
                     key = _key_of(x[i], 4 * four + i)
-                    if num_logprobs > 0 and key >= best_cut:
+                    if num_logprobs > 0 and key >= best_cut and 4 * four + i < vocab:
                         listed[i64(row) * most + atomic_add(num_listed, row, i32(1))] = key
             atomic_add(sums, row, mass)
         if ints[row * INTS + 2] >= 0 or not _is_finite(largest):
@@ -405,6 +409,7 @@ def draw_shares(vector: int) -> KernelSource:
                 cut = ((i64(mode) * (LEVELS + 1) + LEVELS) * num_rows + row) * CUT_WORDS
                 floor = max(floor, cuts[cut])
         temperature = floats[row * FLOATS]
+        coldness = f32(1.0) / max(temperature, f32(1e-30))
         lowest = f64(-INFINITY)
         if floats[row * FLOATS + 2] > f32(0.0):
             lowest = math.log(f64(floats[row * FLOATS + 2]))
@@ -421,16 +426,18 @@ def draw_shares(vector: int) -> KernelSource:
                 load_four(raw, base, vocab, four, x)
             if noisy:
                 near = max(max(x[0], x[1]), max(x[2], x[3]))
-                if (near - largest) / temperature + f32(LARGEST_NOISE) < f32(score):
+                if (near - largest) * coldness + f32(LARGEST_NOISE) < f32(score):
                     continue
                 _philox(four, position, seed, words)
-            for i in range(min(4, vocab - 4 * four)):
+            for i in range(4):
                 at = i64(4 * four + i)
+                if at >= vocab:
+                    continue
                 found = f64(x[i])
                 if noisy:
                     # noise is at most -ln(1 - u), which is exact enough to rule out nearly all
                     u = (f32(words[i] >> u32(9)) + f32(0.5)) * f32(1.1920928955078125e-7)
-                    s = (x[i] - largest) / temperature
+                    s = (x[i] - largest) * coldness
                     if s - log2_fast(f32(1.0) - u) * f32(LN_2) + f32(0.01) < f32(score):
                         continue
                     exact = (f64(x[i]) - f64(largest)) / f64(temperature)
