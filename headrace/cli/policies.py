@@ -68,7 +68,7 @@ def new(kind: Kind, file: Annotated[Path, typer.Argument(help="The file to write
     except OSError as error:
         raise ConfigError(f"{file}: cannot be written: {error.strerror}") from None
     typer.echo(
-        f"{file}: a {kind} policy, {class_name}. Check it with: headrace policies check {file}"
+        f"{file}: {_article(kind)} {kind} policy, {class_name}. Check it with: headrace policies check {file}"
     )
 
 
@@ -149,6 +149,10 @@ def _registries() -> Any:
     from headrace.plugins.registry import Registries
 
     return Registries.from_manager(create_plugin_manager())
+
+
+def _article(word: str) -> str:
+    return "an" if word[0] in "aeiou" else "a"
 
 
 def _check_kind(kind: str) -> None:
