@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from typing import TYPE_CHECKING
 
@@ -38,10 +39,24 @@ def serve(
         return load(config, model=model, settings=settings, gateway__host=host, gateway__port=port)
 
     loaded = read()
+    heed_signals()
     start_first_engine(loaded)
     from headrace.server import run_server
 
     sys.exit(run_server(loaded, read, watch=watch))
+
+
+def heed_signals() -> None:
+    """Until the gateway takes signals itself: SIGTERM ends as it always does, with what was started; a SIGHUP
+    finds nothing to read again.
+    """
+    signal.signal(signal.SIGTERM, _end)
+    if sys.platform != "win32":
+        signal.signal(signal.SIGHUP, lambda number, frame: None)
+
+
+def _end(number: int, frame: object) -> None:
+    sys.exit(0)
 
 
 def start_first_engine(loaded: LoadedConfig) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import signal
+import subprocess
+import sys
 
 import psutil
 import pytest
@@ -90,6 +93,22 @@ def test_a_killed_gateway_takes_its_engine_along(
             client.leave()
     assert list(temporary.iterdir()) == []
     assert not any(path.exists() for path in shared)
+
+
+def test_a_stop_before_anything_listens(script: str, temporary: pathlib.Path) -> None:
+    """X01, X03: exit code 0 and nothing left, as later; a SIGHUP that comes so early ends nothing."""
+    command = [sys.executable, "-m", "headrace", "serve", "--port", "0", "--model", script]
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    with subprocess.Popen(command, env=environment) as process:
+        engines: list[psutil.Process] = []
+        while not engines:
+            assert process.poll() is None
+            engines = psutil.Process(process.pid).children()
+        process.send_signal(signal.SIGHUP)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        assert psutil.wait_procs(engines, timeout=30)[1] == []
+    assert list(temporary.iterdir()) == []
 
 
 def test_a_second_signal_forces_the_end(script: str) -> None:
