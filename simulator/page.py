@@ -16,7 +16,7 @@ def render_page(document: Mapping[str, Any]) -> str:
     """Return the page of what `headrace simulate --json` writes."""
     runs: Sequence[Run] = document["runs"]
     by_rate = len({run["offered_requests_per_second"] for run in runs}) > 1
-    shown = _at_last_rate(runs)
+    shown = at_last_rate(runs)
     figures = []
     if by_rate:
         figures += _over_rates(runs)
@@ -112,7 +112,7 @@ def _label(run: Run, runs: Sequence[Run]) -> str:
     return run["name"] + (rate if len(alike) > 1 else "")
 
 
-def _at_last_rate(runs: Sequence[Run]) -> list[Run]:
+def at_last_rate(runs: Sequence[Run]) -> list[Run]:
     """Return each policy's run at the highest rate."""
     most = max(run["offered_requests_per_second"] for run in runs)
     return [run for run in runs if run["offered_requests_per_second"] == most]

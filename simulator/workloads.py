@@ -113,7 +113,7 @@ def burst(rng: random.Random, count: int, rate: float) -> list[TraceRequest]:
                 at,
                 prompt,
                 output,
-                tenant=f"chat-{rng.randrange(4)}",
+                tenant="urgent" if is_urgent else f"chat-{rng.randrange(4)}",
                 priority=-1 if is_urgent else 0,
             )
         )

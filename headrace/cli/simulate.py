@@ -247,7 +247,7 @@ def engine_facts(setup: Setup) -> dict[str, int]:
 
 def render(document: Mapping[str, Any]) -> str:
     """Return the figures as text."""
-    from headrace.simulator.page import about, latency_rows, run_rows
+    from headrace.simulator.page import about, at_last_rate, latency_rows, run_rows, tenant_rows
 
     runs = document["runs"]
     parts = [
@@ -255,6 +255,9 @@ def render(document: Mapping[str, Any]) -> str:
         _columns(*run_rows(runs)),
         _columns(*latency_rows(runs), unit=" (ms)"),
     ]
+    last = at_last_rate(runs)
+    if len(last[0]["tenants"]) > 1:
+        parts.append(_columns(*tenant_rows(last)))
     for run in runs:
         parts += [f"{run['name']}: {text}" for text in run["policy_failures"]]
     return "\n\n".join(parts)

@@ -24,9 +24,17 @@ _IDLE_SECONDS = 600.0
 """A server that says nothing for so long has failed the request."""
 
 
-async def run_load(plan: LoadPlan, report: Callable[[int], None] = lambda done: None) -> LoadReport:
-    """Send the plan's requests and return the figures. `report` is told how many have finished."""
-    requests = plan_requests(plan)
+async def run_load(
+    plan: LoadPlan,
+    report: Callable[[int], None] = lambda done: None,
+    *,
+    requests: Sequence[PlannedRequest] | None = None,
+) -> LoadReport:
+    """Send the plan's requests, or those given, and return the figures.
+
+    `report` is told how many have finished.
+    """
+    requests = plan_requests(plan) if requests is None else requests
     outcomes = [RequestOutcome() for _ in requests]
     # A connection a request: some servers end kept-alive ones while the next request is on its way.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)

@@ -50,14 +50,14 @@ def report(outcomes: Outcomes) -> str:
     return json.dumps(figures(outcomes, "run", LEVEL))
 
 
-@pytest.mark.parametrize("name", WORKLOADS)
-@pytest.mark.parametrize("policy", ["fcfs", "slo"])
+@pytest.mark.parametrize(
+    ("name", "policy"), [*((name, "fcfs") for name in WORKLOADS), ("burst", "slo")]
+)
 def test_runs_of_equal_steps_give_the_bytes_of_single_steps(name: str, policy: str) -> None:
     setup = make_setup(policies={"scheduling": Choice(policy)})
-    trace = generate(name, num_requests=40, seed=3).faster(4).with_targets(1.0, 0.05)
+    trace = generate(name, num_requests=24, seed=3).faster(4).with_targets(1.0, 0.05)
     whole = report(simulate(setup, trace))
     assert whole == report(simulate(replace(setup, is_step_by_step=True), trace))
-    assert whole == report(simulate(setup, trace))
 
 
 ADMISSION = {
@@ -66,7 +66,7 @@ ADMISSION = {
 }
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("admission", ADMISSION)
 def test_replicas_beside_each_other_keep_the_order_of_time(seed: int, admission: str) -> None:
     """Whatever waits, is preempted or let in late: three replicas with pools that are too small."""
@@ -83,12 +83,17 @@ def test_replicas_beside_each_other_keep_the_order_of_time(seed: int, admission:
             "admission": ADMISSION[admission],
         },
     )
-    trace = generate("multi-round", num_requests=120, seed=seed, rate=60)
+    trace = generate("multi-round", num_requests=60, seed=seed, rate=60)
     whole = simulate(setup, trace)
     assert whole.policy_failures == []
     assert report(whole) == report(simulate(replace(setup, is_step_by_step=True), trace))
     served = figures(whole, "run", LEVEL)
-    assert served["served"] + sum(served["refused"].values()) == 120
+    assert served["served"] + sum(served["refused"].values()) == 60
+
+
+def test_the_same_seed_gives_the_same_bytes() -> None:
+    trace = generate("burst", num_requests=50, seed=1)
+    assert report(simulate(make_setup(), trace)) == report(simulate(make_setup(), trace))
 
 
 def test_a_request_takes_what_the_formula_says() -> None:
