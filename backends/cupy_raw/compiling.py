@@ -49,7 +49,8 @@ def compile_kernels(source: str, defines: Mapping[str, int | str], architecture:
     program = nvrtc.createProgram(text, source, (), ())
     try:
         nvrtc.compileProgram(program, options)
-        return Compiled(nvrtc.getCUBIN(program), nvrtc.getProgramLog(program))
+        # CuPy takes the cubin for a text and drops its last byte, a zero that readers of ELF miss
+        return Compiled(nvrtc.getCUBIN(program) + b"\0", nvrtc.getProgramLog(program))
     except nvrtc.NVRTCError as error:
         log = nvrtc.getProgramLog(program)
         raise ConfigError(f"NVRTC refuses {source} for {architecture}: {error}\n{log}") from error
@@ -58,7 +59,7 @@ def compile_kernels(source: str, defines: Mapping[str, int | str], architecture:
 
 
 def cached_kernels(source: str, defines: Mapping[str, int | str], architecture: str) -> bytes:
-    """Return the cubin from the cache folder, compiled and put there if absent; a read-only folder is no fault."""
+    """Return the cubin from the cache folder, compiled and put there if absent. Such a folder need not be."""
     from cupy.cuda import nvrtc
 
     digest = hashlib.sha256(repr((source, sorted(defines.items()))).encode())

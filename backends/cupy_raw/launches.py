@@ -28,8 +28,8 @@ ATTENTION_THREADS = 128
 ATTENTION_STAGES = 4
 ROW_THREADS = 256
 LINEAR_THREADS = 128
-MAX_HEADS = 8
-"""Query heads of one block on CUDA cores: 8 rows of queries and sums are what its registers hold."""
+MAX_HEADS = 4
+"""Query heads of one block on CUDA cores: with 8, ptxas spills registers on sm_80."""
 
 
 class CudaKernels:

@@ -143,6 +143,8 @@ def quantize_rows(rows: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor,
 
     The scale is the row's largest magnitude over the largest code; a row of zeros has scale 0.
     """
-    scales = rows.abs().amax(dim=-1) / LARGEST[dtype]
-    codes = rows / torch.where(scales == 0, 1.0, scales)[..., None]
+    largest = rows.abs().amax(dim=-1)
+    scales = largest * (1.0 / LARGEST[dtype])
+    codes = rows * (LARGEST[dtype] / torch.where(largest == 0, 1.0, largest))[..., None]
+    codes = codes.clamp(-LARGEST[dtype], LARGEST[dtype])
     return (codes.round() if dtype == torch.int8 else codes).to(dtype), scales

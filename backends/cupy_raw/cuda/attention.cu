@@ -22,7 +22,7 @@ using Stored = Format<STORED>;
 
 constexpr int kHeadDim = HEAD_DIM, kHeads = HEADS, kThreads = 128, kStages = 4, kWarps = kThreads / 32;
 constexpr int kPerVector = Stored::kPerVector, kVectorsPerRow = kHeadDim / kPerVector;
-constexpr int power_of_two(int n) { return n <= 1 ? 1 : 2 * power_of_two((n + 1) / 2); }
+__device__ constexpr int power_of_two(int n) { return n <= 1 ? 1 : 2 * power_of_two((n + 1) / 2); }
 constexpr int kLanes = power_of_two(kVectorsPerRow) < 32 ? power_of_two(kVectorsPerRow) : 32;
 constexpr int kVectors = (kVectorsPerRow + kLanes - 1) / kLanes;  // of one thread
 constexpr int kElements = kVectors * kPerVector;

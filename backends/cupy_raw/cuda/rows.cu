@@ -32,7 +32,6 @@ using Out = Format<OUT>;
 using Value = Format<VALUE>;
 using Stored = Format<STORED>;
 constexpr int kVector = VECTOR, kThreads = 256;
-constexpr float kSqrt2OverPi = 0.7978845608028654f;
 
 template <class F>
 __device__ __forceinline__ void load_elements(const typename F::Type* from, float (&x)[kVector]) {
@@ -127,6 +126,7 @@ gate_mul(const typename In::Type* __restrict__ x, long long x_stride, typename O
   for (int e = 0; e < kVector; e++) {
     const float g = gate[e];
 #if GELU
+    constexpr float kSqrt2OverPi = 0.7978845608028654f;
     up[e] *= 0.5f * g * (1.0f + tanhf(kSqrt2OverPi * (g + 0.044715f * g * g * g)));
 #else
     up[e] *= g / (1.0f + expf(-g));
@@ -147,7 +147,6 @@ __device__ __forceinline__ float rotated(const typename In::Type* row, int e, co
 template <class Element>
 __device__ __forceinline__ void store_row(const Element& element, typename Stored::Type* to, float* scale_at, int head_dim) {
   const int lane = threadIdx.x % 32;
-  float scale = 1.0f;
   if constexpr (Stored::kLargest > 0.0f) {
     float largest = 0.0f;
     bool has_nan = false;
@@ -159,12 +158,11 @@ __device__ __forceinline__ void store_row(const Element& element, typename Store
     // fmaxf loses a NaN: the scale carries it, as int8 codes cannot
     largest = warp_max(largest);
     const bool any_nan = __ballot_sync(0xFFFFFFFFu, has_nan) != 0;
-    scale = largest / Stored::kLargest;
-    if (lane == 0) *scale_at = any_nan ? __uint_as_float(0x7FC00000u) : scale;
-    if (any_nan || scale == 0.0f) scale = 1.0f;
+    if (lane == 0) *scale_at = any_nan ? __uint_as_float(0x7FC00000u) : largest * (1.0f / fmaxf(Stored::kLargest, 1.0f));
+    const float factor = Stored::kLargest / (largest == 0.0f ? 1.0f : largest);
     for (int e = lane; e < head_dim; e += 32) {
-      const float x = element(e) / scale;
-      to[e] = Stored::round(isnan(x) ? 0.0f : x);
+      const float x = element(e) * factor;
+      to[e] = Stored::round(isnan(x) ? 0.0f : fminf(fmaxf(x, -Stored::kLargest), Stored::kLargest));
     }
   } else {
     for (int e = lane; e < head_dim; e += 32) to[e] = Stored::round(element(e));
@@ -172,7 +170,7 @@ __device__ __forceinline__ void store_row(const Element& element, typename Store
 }
 
 // grid: tokens, heads / 8 rounded up; one warp per head of q, then of k, then of v
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(256, 4)
 rope_write_kv(const typename In::Type* __restrict__ q, long long q_stride, const typename In::Type* __restrict__ k, long long k_stride, const typename Value::Type* __restrict__ v, long long v_stride,
               const float* __restrict__ cosines, const float* __restrict__ sines, const int* __restrict__ positions, const long long* __restrict__ slots, typename Stored::Type* __restrict__ keys,
               typename Stored::Type* __restrict__ values, float* __restrict__ key_scale, float* __restrict__ value_scale, typename Out::Type* __restrict__ out, long long out_stride, int num_heads, int num_kv_heads, int head_dim,

@@ -83,23 +83,34 @@ inline float exp2_fast(float x) { return exp2f(x); }
 inline uint4 load16(const void* from) { return *static_cast<const uint4*>(from); }
 
 // An asynchronous copy lands as late as it may, at the wait, or at once: both are legal on the device.
+inline void queue_copy(const cuda_cpu::Copy& copy) {
+  cuda_cpu::Untracked untracked;
+  cuda_cpu::thread->copies.push_back(copy);
+}
 inline void copy_async16(void* to, const void* from) {
   if (reinterpret_cast<uintptr_t>(to) % 16 || reinterpret_cast<uintptr_t>(from) % 16) cuda_cpu::fail("cp.async: an address is not a multiple of 16");
-  if (cuda_cpu::early_copies) memcpy(to, from, 16);
-  cuda_cpu::thread->copies.push_back({to, from, false});
+  if (cuda_cpu::early_copies) *static_cast<uint4*>(to) = *static_cast<const uint4*>(from);
+  queue_copy({to, from, false});
 }
-inline void copy_async_commit() { cuda_cpu::thread->copies.push_back({nullptr, nullptr, true}); }
+inline void copy_async_commit() { queue_copy({nullptr, nullptr, true}); }
+// Take the next copy that must land so that at most `allowed` groups stay under way.
+inline bool next_copy(int allowed, cuda_cpu::Copy* copy) {
+  cuda_cpu::Untracked untracked;
+  auto& queue = cuda_cpu::thread->copies;
+  for (;;) {
+    int groups = 0;
+    for (const auto& one : queue) groups += one.ends_group;
+    if (groups <= allowed) return false;
+    *copy = queue.front();
+    queue.pop_front();
+    if (!copy->ends_group) return true;
+  }
+}
 template <int kGroups>
 inline void copy_async_wait() {
-  auto& queue = cuda_cpu::thread->copies;
-  int groups = 0;
-  for (const auto& copy : queue) groups += copy.ends_group;
-  while (groups > kGroups) {
-    const cuda_cpu::Copy copy = queue.front();
-    queue.pop_front();
-    if (copy.ends_group) groups--;
-    else if (!cuda_cpu::early_copies) memcpy(copy.to, copy.from, 16);
-  }
+  cuda_cpu::Copy copy;
+  while (next_copy(kGroups, &copy))
+    if (!cuda_cpu::early_copies) *static_cast<uint4*>(copy.to) = *static_cast<const uint4*>(copy.from);
 }
 
 // Four 8 x 8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8.

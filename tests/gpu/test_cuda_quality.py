@@ -1,0 +1,81 @@
+"""What NVRTC makes of the CUDA C++ kernels, without a GPU: registers and instructions against the budget table.
+
+`HEADRACE_WRITE_BUDGET=1` writes the table anew; the change is then part of a review.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from gpu.cuda_builds import ARCHITECTURES, BUILDS
+
+from headrace.backends.cupy_raw.compiling import FOLDER, compile_kernels
+from headrace.testing.cubins import KernelFacts, missing_disassembler, read_facts
+
+TABLE = Path(__file__).parent / "budget_cuda.json"
+_reason = missing_disassembler() or ("" if find_spec("cupy") else "no cupy: install 'kernels'")
+pytestmark = [pytest.mark.skipif(bool(_reason), reason=_reason), pytest.mark.kernels]
+
+
+def budget() -> dict[str, dict[str, dict[str, dict[str, int]]]]:
+    table: dict[str, dict[str, dict[str, dict[str, int]]]] = {}
+    if TABLE.exists():
+        table = json.loads(TABLE.read_text())
+    return table
+
+
+def row_of(facts: KernelFacts) -> dict[str, int]:
+    return {
+        "registers": facts.registers,
+        "wide_loads": facts.wide_loads,
+        "loads_in_flight": facts.loads_in_flight,
+        "wide_copies": facts.wide_copies,
+        "groups_in_flight": facts.groups_in_flight,
+        "tensor_products": facts.tensor_products,
+    }
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("name", BUILDS)
+def test_machine_code_is_within_the_budget(name: str, architecture: str) -> None:
+    """Registers at most, wide loads and those in flight at least as in the table; nothing in local memory."""
+    source, defines = BUILDS[name]
+    compiled = compile_kernels(source, defines, architecture)
+    rows = {}
+    for kernel, facts in read_facts(compiled.cubin).items():
+        assert facts.stack_bytes == facts.local_bytes == facts.local_accesses == 0, kernel
+        rows[kernel] = row_of(facts)
+    if os.environ.get("HEADRACE_WRITE_BUDGET"):
+        table = budget()
+        table.setdefault(name, {})[architecture] = rows
+        TABLE.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+    allowed = budget()[name][architecture]
+    assert set(rows) == set(allowed)
+    for kernel, row in rows.items():
+        assert row["registers"] <= allowed[kernel]["registers"], kernel
+        for column in row.keys() - {"registers"}:
+            assert row[column] >= allowed[kernel][column], f"{kernel}: {column}"
+
+
+@pytest.mark.parametrize("name", ["attention d128 g4 bf16", "sampling"])
+def test_nvcc_compiles_without_spills_too(name: str, tmp_path: Path) -> None:
+    """What the one compiler takes the other may refuse."""
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("nvcc is not installed")
+    source, defines = BUILDS[name]
+    options = [f"-D{key}={value}" for key, value in defines.items()]
+    done = subprocess.run(
+        [nvcc, "-std=c++17", "-O3", "-arch=sm_90", "-cubin", "-Xptxas", "-v", *options,
+         str(FOLDER / source), "-o", str(tmp_path / "out.cubin")],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    spills = [line for line in done.stderr.splitlines() if "spill" in line]
+    assert spills and all("0 bytes spill stores, 0 bytes spill loads" in line for line in spills)
