@@ -186,6 +186,32 @@ def test_a_server_behind_that_dies_loses_nothing(config: Callable[..., pathlib.P
         run(main)
 
 
+def test_engines_of_every_kind_serve_one_model(config: Callable[..., pathlib.Path]) -> None:
+    """in_process, process and http take turns and say the same, while the first is started again."""
+    with contextlib.ExitStack() as stack:
+        behind = stack.enter_context(started_server(["-c", str(config("{}"))], environment=ADMIN))
+        http = f'{{kind: http, url: "{behind.url}"}}'
+        path = config("{kind: in_process}", "{kind: process}", http, name="front.yaml")
+        arguments = ["-c", str(path), "--set", "routing=round_robin"]
+        front = stack.enter_context(started_server(arguments, environment=ADMIN))
+
+        async def main() -> None:
+            await until_ready(front.url, restarts=0, count=3)
+            async with (
+                aiohttp.ClientSession(headers=KEY) as session,
+                Load(front.url).running() as load,
+            ):
+                await load.until(30)
+                restart = f"{front.url}/admin/replicas/m-0/restart"
+                async with session.post(restart) as response:
+                    assert response.status == 202
+                await load.until(30)
+                await until_ready(front.url, restarts=0, count=3)
+            assert set(load.outcomes) == {"good"}, load.details
+
+        run(main)
+
+
 def test_replicas_change_under_load(config: Callable[..., pathlib.Path]) -> None:
     """By the admin API and by SIGHUP: added, restarted and taken out, and not one request notices."""
     path = config("{count: 2}")
