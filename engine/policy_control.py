@@ -63,10 +63,14 @@ class PolicyControl:
         return swap_id
 
     async def commit(self, swap_id: int, kind: str, choice: PolicyChoice) -> None:
-        """Have the engine use what it prepared. One that is gone meanwhile comes back with it."""
+        """Have the engine use what it prepared.
+
+        One that is gone meanwhile comes back with it; one started in between prepares it anew.
+        """
         self.keep(kind, choice)
         try:
-            await self._ask(CommitPolicy(swap_id))
+            if await self._ask(CommitPolicy(swap_id)):
+                self._catch_up(kind, choice)
         except EngineFailed as error:
             structlog.get_logger("headrace.engine").warning(
                 "policy_swap_awaits_restart", replica=self._id, reason=str(error)
@@ -118,10 +122,13 @@ class PolicyControl:
         """Catch up on what was swapped while the engine was starting."""
         for kind, choice in self._kept.items():
             if self._started_with.get(kind) != choice:
-                swap_id = next(self._ids)
-                self._catching_up.add(swap_id)
-                self._send(PreparePolicy(swap_id, kind, choice))
+                self._catch_up(kind, choice)
         self._started_with = dict(self._kept)
+
+    def _catch_up(self, kind: str, choice: PolicyChoice) -> None:
+        swap_id = next(self._ids)
+        self._catching_up.add(swap_id)
+        self._send(PreparePolicy(swap_id, kind, choice))
 
     def gone(self) -> None:
         """Answer whoever waits: the engine does not."""

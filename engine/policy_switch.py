@@ -64,9 +64,16 @@ class PolicySwitch:
         elif isinstance(frame, DropPolicy):
             self._prepared.pop(frame.swap_id, None)
         else:
-            kind, choice, policy = self._prepared.pop(frame.swap_id)
-            self._guards[kind].swap(policy, choice)
-            emit(self.report(frame.swap_id))
+            self._commit(frame.swap_id, emit)
+
+    def _commit(self, swap_id: int, emit: Emit) -> None:
+        prepared = self._prepared.pop(swap_id, None)
+        if prepared is None:
+            emit(PolicyPrepared(swap_id, "nothing was prepared: this engine was started since"))
+            return
+        kind, choice, policy = prepared
+        self._guards[kind].swap(policy, choice)
+        emit(self.report(swap_id))
 
     def report(self, swap_id: int = 0) -> PolicyReport:
         self._failures_told = self._count_failures()

@@ -142,8 +142,8 @@ class PolicyDesk:
         await asyncio.gather(
             *[
                 control.commit(answer, kind, choice)
-                for (_, control), answer in zip(asked, answers, strict=True)
-                if isinstance(answer, int)
+                for (each, control), answer in zip(asked, answers, strict=True)
+                if isinstance(answer, int) and each.client.state == "ready"
             ]
         )
         structlog.get_logger("headrace.gateway").info(
