@@ -2,6 +2,7 @@
 
 BUILTIN = {
     "cpu": "headrace.backends.cpu.backend:CpuBackend",
+    "cuda_numba": "headrace.backends.cuda_numba.backend:CudaNumbaBackend",
     "cupy_raw": "headrace.backends.cupy_raw.backend:CupyRawBackend",
     "simulated": "headrace.backends.simulated.backend:SimulatedBackend",
 }

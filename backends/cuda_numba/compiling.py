@@ -5,18 +5,26 @@ PTX comes from Numba (NVVM), the cubin from nvJitLink through cuda.core, as at r
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import importlib.metadata
 import re
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
+import structlog
+
 from headrace.backends.cuda_numba.kernels.source import KernelSource
+from headrace.cache import cache_folder, write_atomically
+from headrace.errors import ConfigError
 
 _ENTRY = re.compile(r"\.visible \.entry\s+(\w+)")
 _lock = threading.Lock()
+TOOLKIT = ("numba-cuda", "nvidia-nvvm", "nvidia-nvjitlink")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +34,7 @@ class Compiled:
     name: str
     cubin: bytes
     log: str
-    """What ptxas said: registers, spills, shared memory; "" where the code came from the cache."""
+    """What ptxas said: registers, spills, shared memory."""
     num_threads: int
 
 
@@ -62,6 +70,38 @@ def compile_kernel(made: KernelSource, architecture: str) -> Compiled:
     cubin = linker.link("cubin")
     log = "\n".join((linker.get_info_log(), linker.get_error_log()))
     return Compiled(name, bytes(cubin.code), log, made.num_threads)
+
+
+def cached_kernel(
+    source: str, name: str, defines: Mapping[str, int | str], architecture: str
+) -> tuple[str, bytes]:
+    """Return the entry's name and the cubin from the cache folder, compiled and put there if absent.
+
+    The key is everything the code depends on: sources, what it is specialised for, architecture, toolkit.
+    """
+    digest = hashlib.sha256(repr((source, name, sorted(defines.items()), architecture)).encode())
+    digest.update(repr([importlib.metadata.version(package) for package in TOOLKIT]).encode())
+    here = Path(__file__).parent
+    for file in sorted((*here.glob("kernels/*.py"), here / "primitives.py")):
+        digest.update(file.name.encode() + file.read_bytes())
+    kept = f"{name}-{architecture}-{digest.hexdigest()[:24]}.bin"
+    try:
+        entry, cubin = (_folder() / kept).read_bytes().split(b"\0", 1)
+        return entry.decode(), cubin
+    except (ConfigError, OSError, ValueError):
+        pass
+    log = structlog.get_logger(__name__)
+    log.info("compiling a kernel, once", kernel=name, architecture=architecture, **defines)
+    made = compile_kernel(make_source(source, name, defines), architecture)
+    try:
+        write_atomically(_folder() / kept, made.name.encode() + b"\0" + made.cubin)
+    except (ConfigError, OSError):
+        log.warning("the compiled kernel is not kept", kernel=name)
+    return made.name, made.cubin
+
+
+def _folder() -> Path:
+    return cache_folder() / "kernels" / "cuda_numba"
 
 
 @contextmanager

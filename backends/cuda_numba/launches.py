@@ -103,7 +103,9 @@ class NumbaKernels:
         defines: Mapping[str, int | str] = {
             "head_dim": head_dim,
             "half": cosines.shape[1],
-            "act": FORMATS[q.dtype],
+            "q": FORMATS[q.dtype],
+            "k": FORMATS[k.dtype],
+            "v": FORMATS[v.dtype],
             "out": FORMATS[out.dtype],
             "kv": FORMATS[kv.keys.dtype],
             "native_fp8": self._native_fp8,

@@ -190,21 +190,29 @@ round_even = _unary(
 )
 """The nearest integer, ties to even."""
 exp2_fast = _unary(
-    f32, f32, lambda builder, value: _asm(builder, "ex2.approx.ftz.f32 $0, $1;", "=f,f", _F32, [value])
+    f32,
+    f32,
+    lambda builder, value: _asm(builder, "ex2.approx.ftz.f32 $0, $1;", "=f,f", _F32, [value]),
 )
 """2 ** x to 2 units in the last place; what is below 2 ** -126 is 0."""
 log2_fast = _unary(
-    f32, f32, lambda builder, value: _asm(builder, "lg2.approx.ftz.f32 $0, $1;", "=f,f", _F32, [value])
+    f32,
+    f32,
+    lambda builder, value: _asm(builder, "lg2.approx.ftz.f32 $0, $1;", "=f,f", _F32, [value]),
 )
 """log2(x) within 2 ** -22 of the absolute value near 1."""
 
 reciprocal_fast = _unary(
-    f32, f32, lambda builder, value: _asm(builder, "rcp.approx.ftz.f32 $0, $1;", "=f,f", _F32, [value])
+    f32,
+    f32,
+    lambda builder, value: _asm(builder, "rcp.approx.ftz.f32 $0, $1;", "=f,f", _F32, [value]),
 )
 """1 / x to 1 unit in the last place; division itself is a call."""
 
 inverse_root_fast = _unary(
-    f32, f32, lambda builder, value: _asm(builder, "rsqrt.approx.ftz.f32 $0, $1;", "=f,f", _F32, [value])
+    f32,
+    f32,
+    lambda builder, value: _asm(builder, "rsqrt.approx.ftz.f32 $0, $1;", "=f,f", _F32, [value]),
 )
 """1 / sqrt(x) to 1 unit in the last place or so."""
 

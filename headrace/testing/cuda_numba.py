@@ -66,7 +66,9 @@ class SimulatedKernel:
 class SimulatorLauncher:
     """Runs kernels on the CPU. Mutable: `order` and `seed` are the next launch's."""
 
-    def __init__(self, change: Callable[[KernelSource], KernelSource] = lambda source: source) -> None:
+    def __init__(
+        self, change: Callable[[KernelSource], KernelSource] = lambda source: source
+    ) -> None:
         """`change` may plant a fault into a kernel."""
         self.order, self.seed, self.num_launches = "forward", 0, 0
         self._change = change

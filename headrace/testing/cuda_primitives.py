@@ -165,7 +165,10 @@ def _mma(kind: str, low: Any, high: Any, operands: tuple[Any, ...]) -> tuple[np.
                 at = row + 8 * (k % 2), column + 8 * (k // 2)
                 a[at], a[at[0], at[1] + 1] = low(words[k]), high(words[k])
             for k in range(2):
-                b[column + 8 * k, row], b[column + 8 * k + 1, row] = low(words[4 + k]), high(words[4 + k])
+                b[column + 8 * k, row], b[column + 8 * k + 1, row] = (
+                    low(words[4 + k]),
+                    high(words[4 + k]),
+                )
         lanes["product"] = a @ b
     lane = getcurrent().index % 32
     row, column = lane // 4, lane % 4 * 2

@@ -299,17 +299,17 @@ class SimulatedCuda:
     shared, local = _Shared(), _Local()
 
     @property
-    def threadIdx(self) -> Point:  # noqa: N802
+    def threadIdx(self) -> Point:
         point: Point = getcurrent().point
         return point
 
     @property
-    def blockIdx(self) -> Point:  # noqa: N802
+    def blockIdx(self) -> Point:
         point: Point = getcurrent().block.point
         return point
 
     @property
-    def gridDim(self) -> Point:  # noqa: N802
+    def gridDim(self) -> Point:
         grid: Point = getcurrent().block.launch.grid
         return grid
 
@@ -366,7 +366,9 @@ def run_grid(
 ) -> None:
     """Run a rebound kernel for every block of the grid, blocks in the same order as threads."""
     launch = Launch(Point(*grid), num_threads, order, seed)
-    points = [Point(x, y, z) for z in range(grid[2]) for y in range(grid[1]) for x in range(grid[0])]
+    points = [
+        Point(x, y, z) for z in range(grid[2]) for y in range(grid[1]) for x in range(grid[0])
+    ]
     numbered = list(enumerate(points))
     if order == "reverse":
         numbered.reverse()

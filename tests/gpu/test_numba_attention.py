@@ -6,7 +6,7 @@ import pytest
 from gpu.cases import ATTENTION_CASES, TOLERANCE, AttentionCase, attention_problem
 from gpu.numba_simulated import needs_numba_cuda, numba_kernels
 
-pytestmark = needs_numba_cuda
+pytestmark = [needs_numba_cuda, pytest.mark.kernels]
 ORDERS = ("forward", "reverse", "random")
 
 

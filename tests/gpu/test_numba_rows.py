@@ -1,4 +1,4 @@
-"""Row operations, quantized products and the draw in Numba CUDA, on the simulator in three orders of threads."""
+"""Row operations, quantized products and the draw in Numba CUDA, simulated in three orders of threads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from gpu.numba_simulated import needs_numba_cuda, numba_kernels
 from gpu.row_cases import DRAW_CASES, ROW_CASES
 
-pytestmark = needs_numba_cuda
+pytestmark = [needs_numba_cuda, pytest.mark.kernels]
 
 
 @pytest.mark.parametrize("name", [*ROW_CASES, *DRAW_CASES])

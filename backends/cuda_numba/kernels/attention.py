@@ -108,7 +108,12 @@ def attention_pieces(
             for v in range(PER_LANE):
                 for e in range(VEC):
                     vector = v * LANES + sub
-                    at = i64(token) * q_stride + (head * group + first_head + g) * D + vector * VEC + e
+                    at = (
+                        i64(token) * q_stride
+                        + (head * group + first_head + g) * D
+                        + vector * VEC
+                        + e
+                    )
                     query[(g * PER_LANE + v) * VEC + e] = (
                         load(q, at) * factor
                         if vector < VECTORS and first_head + g < group
@@ -132,9 +137,7 @@ def attention_pieces(
                     vector = min(v * LANES + sub, VECTORS - 1)
                     to = ((slot * 2 * PER_LANE + v) * THREADS + thread) * 4
                     copy_words(ring, to, keys, line * WORDS + vector * 4)
-                    copy_words(
-                        ring, to + PER_LANE * THREADS * 4, values, line * WORDS + vector * 4
-                    )
+                    copy_words(ring, to + PER_LANE * THREADS * 4, values, line * WORDS + vector * 4)
                 if scaled:
                     copy_word(numbers, slot * 3 * THREADS + thread, key_scales, line)
                     copy_word(numbers, (slot * 3 + 1) * THREADS + thread, value_scales, line)
@@ -271,7 +274,5 @@ def attention_merge(head_dim: int, group: int, act: str, tile_rows: int) -> Kern
             result = f32(0.0) if whole == f32(0.0) else found * reciprocal_fast(whole)
             store(out, i64(token) * out_stride + head * G * D + i, result)
 
-    signature = types.void(
-        P(i32), P(i32), P(f32), P(f32), P(ELEMENTS[act]), i64, i32
-    )
+    signature = types.void(P(i32), P(i32), P(f32), P(f32), P(ELEMENTS[act]), i64, i32)
     return KernelSource(kernel, signature, THREADS)

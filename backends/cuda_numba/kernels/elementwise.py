@@ -115,15 +115,15 @@ def _store_int8(array, index, value):  # type: ignore[no-untyped-def]
 
 
 def rope_write_kv(
-    head_dim: int, half: int, act: str, out: str, kv: str, native_fp8: int
-) -> KernelSource:
+    head_dim: int, half: int, q: str, k: str, v: str, out: str, kv: str, native_fp8: int
+) -> KernelSource:  # fmt: skip
     """Rotate q to `result` and k to its slot, store v; a warp per row. Grid: tokens, rows over 4.
 
     Rows of a token: query heads, key heads, value heads. Element i < half pairs with i + half.
     """
     D = head_dim
     STEPS = -(-D // 32)
-    load, store_result = LOADS[act], STORES[out]
+    load_q, load_k, load_v, store_result = LOADS[q], LOADS[k], LOADS[v], STORES[out]
     scaled = kv in LARGEST
     largest_code = LARGEST.get(kv, 1.0)
     if not scaled:
@@ -154,23 +154,25 @@ def rope_write_kv(
             if i < D:
                 if is_value:
                     at = i64(token) * v_stride + (row - num_heads - num_kv_heads) * D
-                    value = load(v, at + i)
+                    value = load_v(v, at + i)
                 else:
                     other = i + half if i < half else i - half
                     if i >= 2 * half:
                         other = i
                     if is_query:
                         at = i64(token) * q_stride + row * D
-                        value = load(q, at + i)
-                        partner = load(q, at + other)
+                        value = load_q(q, at + i)
+                        partner = load_q(q, at + other)
                     else:
                         at = i64(token) * k_stride + (row - num_heads) * D
-                        value = load(k, at + i)
-                        partner = load(k, at + other)
+                        value = load_k(k, at + i)
+                        partner = load_k(k, at + other)
                     if i < half:
                         value = value * cosines[position + i] - partner * sines[position + i]
                     elif i < 2 * half:
-                        value = value * cosines[position + other] + partner * sines[position + other]
+                        value = (
+                            value * cosines[position + other] + partner * sines[position + other]
+                        )
             turned[step] = value
             largest = max(largest, abs(value))
             if value != value:
@@ -209,9 +211,9 @@ def rope_write_kv(
                 else:
                     store(keys, line * D + i, value)
 
-    element, pool = P(ELEMENTS[act]), P(pool_type)
+    pool = P(pool_type)
     signature = types.void(
-        element, i64, element, i64, element, i64, P(ELEMENTS[out]), i64, P(f32), P(f32), P(i32),
+        P(ELEMENTS[q]), i64, P(ELEMENTS[k]), i64, P(ELEMENTS[v]), i64, P(ELEMENTS[out]), i64, P(f32), P(f32), P(i32),
         P(i64), pool, pool, P(f32), P(f32), i32, i32,
     )  # fmt: skip
     return KernelSource(kernel, signature, 32 * ROPE_WARPS)
