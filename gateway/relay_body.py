@@ -23,13 +23,18 @@ class RelayedFields(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     n: int | None = None
+    prompt: msgspec.Raw = msgspec.Raw(b"null")
     user: str | None = None
     priority: int | None = None
     cache_salt: str | None = None
 
 
 MAX_CHOICES = 128
+"""Of one prompt."""
+MAX_CHOICES_OF_ALL = 2048
+"""Of all prompts of a call."""
 _FIELDS = msgspec.json.Decoder(RelayedFields)
+_PROMPTS = msgspec.json.Decoder(list[msgspec.Raw])
 _TABLE = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _TRUE = msgspec.Raw(b"true")
 
@@ -40,6 +45,7 @@ class RelayedBody:
 
     raw: bytes
     fields: RelayedFields
+    num_prompts: int = 1
 
     @property
     def wants_usage(self) -> bool:
@@ -56,7 +62,8 @@ class RelayedBody:
 
     @property
     def num_choices(self) -> int:
-        return max(1, self.fields.n or 1)
+        """Of all prompts."""
+        return self.num_prompts * max(1, self.fields.n or 1)
 
     def bytes_for(self, model: str, cache_salt: str = "") -> bytes:
         """Return the body with the other server's name of the model, and with usage asked for.
@@ -81,4 +88,18 @@ def read_relayed(raw: bytes) -> RelayedBody:
     fields = decode_body(raw, _FIELDS)
     if fields.n is not None and not 1 <= fields.n <= MAX_CHOICES:
         raise InvalidRequest(f"n must be from 1 to {MAX_CHOICES}, got {fields.n}", param="n")
-    return RelayedBody(raw, fields)
+    num_prompts = _count_prompts(bytes(fields.prompt))
+    if num_prompts * (fields.n or 1) > MAX_CHOICES_OF_ALL:
+        raise InvalidRequest(
+            f"prompt: {num_prompts} prompts with {fields.n or 1} choices each are too many; one call "
+            f"may have at most {MAX_CHOICES_OF_ALL} choices",
+            param="prompt",
+        )
+    return RelayedBody(raw, fields, num_prompts)
+
+
+def _count_prompts(prompt: bytes) -> int:
+    """Return how many prompts a completions body has: a list of texts or of token lists is several."""
+    if not prompt.startswith(b"[") or not prompt[1:64].lstrip().startswith((b'"', b"[")):
+        return 1
+    return len(decode_body(prompt, _PROMPTS))

@@ -153,6 +153,8 @@ class Serving:
                 hashes, num_tokens = await self.state.texts.run(
                     lambda: _hashed(raw, group.name, salt), num_bytes=len(raw)
                 )
+        if relayed.num_prompts > 1:
+            num_tokens = estimated_tokens(raw)  # the digests are of the first prompt alone
         most = relayed.max_output_tokens // relayed.num_choices or _UNBOUNDED_TOKENS
         expected = expected_load(self.state, group.name, identity.tenant, most)
         return RoutingRequest(

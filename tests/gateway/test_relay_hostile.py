@@ -244,6 +244,32 @@ def test_tokens_are_reserved_for_other_servers_too(more: dict[str, Any], reserve
     run(main)
 
 
+def test_every_prompt_of_a_list_is_reserved() -> None:
+    """O01: a list of prompts is no way around a limit on tokens."""
+
+    async def main() -> None:
+        async with relaying(FakeUpstream()) as gateway:
+            gateway.state.admission.use(
+                [TokenBucket(TokenBucket.Options(tokens_per_minute=90_000))]
+            )
+            for prompt, least, most in (
+                (["x" * 4000] * 50, 50_000, 60_000),
+                ([[1] * 100] * 20, 700, 3_000),
+                ([1] * 100, 10, 200),
+                ("x" * 4000, 1_000, 1_100),
+            ):
+                body = {"model": "tiny", "prompt": prompt, "max_tokens": 10}
+                exchange = RawExchange(gateway.app, "/v1/completions", body).start()
+                answer = await exchange.finished()
+                reserved = 90_000 - int(answer.headers["x-ratelimit-remaining-tokens"])
+                assert least <= reserved <= most
+            body = {"model": "tiny", "prompt": ["x"] * 3000}
+            exchange = RawExchange(gateway.app, "/v1/completions", body).start()
+            assert (await exchange.finished()).status == 400
+
+    run(main)
+
+
 def test_a_host_that_cannot_be_one_is_a_failed_probe() -> None:
     """Whatever resolving a name raises, the gateway goes on and the other replicas serve."""
 
