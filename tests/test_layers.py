@@ -66,7 +66,7 @@ LIBRARIES = {
     "headrace.engine": CORE_LIBRARIES | {"numpy", "anyio"},
     "headrace.models": CORE_LIBRARIES
     | {"numpy", "huggingface_hub", "tokenizers", "safetensors", "rich"},
-    "headrace.backends": CORE_LIBRARIES | {"numpy", "torch", "numba", "llvmlite", "cupy"},
+    "headrace.backends": CORE_LIBRARIES | {"numpy", "torch", "numba", "llvmlite", "cupy", "cuda"},
     "headrace.gateway": CORE_LIBRARIES
     | {
         "anyio",
