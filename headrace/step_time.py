@@ -8,6 +8,7 @@ forgets slowly, bounds what one odd step can teach it, and predicts with coeffic
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 _PREFILL_SCALE, _SEQUENCE_SCALE, _ROW_SCALE = 256.0, 16.0, 8192.0
 _FORGETTING = 0.995
@@ -16,6 +17,14 @@ _MAX_VARIANCE = 1e4
 _ERROR_WEIGHT = 0.05
 _OUTLIER_ERRORS = 4.0
 _WARMUP_STEPS = 8
+
+
+class StepTime(Protocol):
+    """How long a step takes; never less for more KV rows."""
+
+    def seconds(self, num_prefill_tokens: int, num_sequences: int, num_kv_rows: Any) -> Any:
+        """Return seconds; of an array of KV rows, those of each."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

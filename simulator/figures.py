@@ -117,7 +117,9 @@ def _tenants(
         return {"tenants": {}, "service": {"at": [], "tenants": {}}, "jain_index": None}
     edges = np.linspace(0.0, float(end[served].max()), _WINDOWS + 1)
     counts = Counter(names.tolist())
-    rows, curves, busy = {}, {}, []
+    rows: dict[str, dict[str, float]] = {}
+    curves: dict[str, Floats] = {}
+    busy: list[NDArray[np.bool_]] = []
     for name in sorted(counts, key=lambda name: (-counts[name], name)):
         own = served & (names == name)
         if not own.any():

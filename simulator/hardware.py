@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import ConfigError, did_you_mean
-from headrace.step_time import StepTimeFormula
+from headrace.simulator.measured import MeasuredStepTime
+from headrace.step_time import StepTime, StepTimeFormula
 
 _FORMAT = "headrace-step-profile-1"
 _BANDWIDTH_SHARE, _FLOPS_SHARE, _MEMORY_SHARE = 0.8, 0.5, 0.9
@@ -61,7 +62,7 @@ class Hardware:
     """One replica's device with its model."""
 
     name: str
-    step_time: StepTimeFormula
+    step_time: StepTime
     kv_bytes_per_token: int
     kv_pool_bytes: int
     """What is left for keys and values beside the weights."""
@@ -122,11 +123,13 @@ def from_profile(path: Path) -> Hardware:
 
 def _measured(document: Mapping[str, Any]) -> Hardware:
     step, overhead, engine = document["step_time"], document["overhead"], document["engine"]
-    step_time = StepTimeFormula(
-        base_seconds=step["base_seconds"] + overhead["engine_seconds_per_step"],
-        seconds_per_prefill_token=step["seconds_per_prefill_token"],
-        seconds_per_sequence=step["seconds_per_sequence"] + overhead["engine_seconds_per_sequence"],
-        seconds_per_kv_row=step["seconds_per_kv_row"],
+    step_time = MeasuredStepTime(
+        document.get("samples", ()),
+        StepTimeFormula(**step),
+        StepTimeFormula(
+            base_seconds=overhead["engine_seconds_per_step"],
+            seconds_per_sequence=overhead["engine_seconds_per_sequence"],
+        ),
     )
     model = document["model"]
     per_token = model["kv_bytes_per_token"]

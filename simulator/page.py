@@ -109,7 +109,8 @@ def tenant_rows(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
 def _label(run: Run, runs: Sequence[Run]) -> str:
     alike = [other for other in runs if other["name"] == run["name"]]
     rate = f" at {run['offered_requests_per_second']:.3g}/s"
-    return run["name"] + (rate if len(alike) > 1 else "")
+    name: str = run["name"]
+    return name + (rate if len(alike) > 1 else "")
 
 
 def at_last_rate(runs: Sequence[Run]) -> list[Run]:

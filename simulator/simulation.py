@@ -143,7 +143,14 @@ def engine_settings(
 class _Unhurried(Watchdog):
     """Lets every call take its time."""
 
-    def call(self, function: Callable[..., Any], arguments: tuple[Any, ...], seconds: float) -> Any:
+    def call(
+        self,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        seconds: float,
+        *,
+        may_stick: bool = False,
+    ) -> Any:
         return function(*arguments)
 
 

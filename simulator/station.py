@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from headrace.engine.engine import Engine
 from headrace.interfaces import Clock
-from headrace.step_time import StepTimeFormula
+from headrace.step_time import StepTime
 from headrace.testing.clock import FakeClock
 from headrace.types import EngineStats, GenerationRequest, ModelCard, Progress
 
@@ -38,7 +38,7 @@ class Station:
         number: int,
         build: Callable[[Clock], Engine],
         card: ModelCard,
-        step_time: StepTimeFormula,
+        step_time: StepTime,
         *,
         is_alone: bool,
         is_step_by_step: bool = False,
@@ -129,5 +129,5 @@ class Station:
         num_steps, num_sequences, num_kv_rows = self._engine.quiet_steps()
         if not num_steps:
             return now
-        each = self._step_time.seconds(0, num_sequences, num_kv_rows)
+        each: float = self._step_time.seconds(0, num_sequences, num_kv_rows)
         return now + num_steps * each * _ROUNDING

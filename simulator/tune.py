@@ -91,7 +91,8 @@ def _climb(best: Tried, name: str, grid: Sequence[int], attempt: Callable[[Point
             now = getattr(best.point, name)
             if (value > now) != is_up or value == now:
                 continue
-            tried = attempt(replace(best.point, **{name: value}))
+            changes: dict[str, Any] = {name: value}
+            tried = attempt(replace(best.point, **changes))
             if _score(tried) <= _score(best):
                 break
             best = tried

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.interfaces import Clock
-from headrace.step_time import StepTimeFormula
+from headrace.step_time import StepTime
 from headrace.types import (
     EngineSettings,
     ForwardBatch,
@@ -35,7 +35,7 @@ _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1}
 class SimulatedDevice:
     """What a step costs on the pretended device, and how much memory it has."""
 
-    step_time: StepTimeFormula
+    step_time: StepTime
     weight_bytes: int = 0
     memory_bytes: int = 1 << 40
     runs_ahead: bool = False
@@ -147,9 +147,9 @@ class SimulatedRunner:
         if num_tokens > num_sequences:
             counts = np.diff(starts)
             num_prefill_tokens = int(counts[counts > 1].sum())
-        return self._device.step_time.seconds(
-            num_prefill_tokens, num_sequences, int(batch.kv_lens[0].sum())
-        )
+        num_kv_rows = int(batch.kv_lens[0].sum())
+        seconds = self._device.step_time.seconds(num_prefill_tokens, num_sequences, num_kv_rows)
+        return float(seconds)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """There is nothing to copy."""

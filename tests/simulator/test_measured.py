@@ -1,0 +1,65 @@
+"""Step times between samples: exact at them, growing with rows, alike one by one and in a row."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.simulator.measured import MeasuredStepTime
+from headrace.step_time import StepTimeFormula
+
+FORMULA = StepTimeFormula(0.01, 1e-3, 2e-3, 1e-6)
+
+
+def sample(tokens: int, sequences: int, rows: int, seconds: float) -> dict[str, float]:
+    return {
+        "prefill_tokens": tokens,
+        "sequences": sequences,
+        "kv_rows": rows,
+        "seconds": seconds,
+    }
+
+
+SAMPLES = [
+    sample(0, 1, 65, 0.011),
+    sample(0, 1, 513, 0.013),
+    sample(0, 4, 260, 0.019),
+    sample(0, 4, 2052, 0.018),
+    sample(0, 16, 1040, 0.050),
+    sample(0, 16, 8208, 0.070),
+    sample(16, 1, 16, 0.040),
+    sample(256, 1, 256, 0.200),
+]
+
+
+def test_samples_come_back_as_they_were_measured() -> None:
+    step_time = MeasuredStepTime(SAMPLES, FORMULA, StepTimeFormula())
+    for given_sample in (SAMPLES[0], SAMPLES[1], SAMPLES[2], SAMPLES[5], SAMPLES[6], SAMPLES[7]):
+        counts = [int(given_sample[n]) for n in ("prefill_tokens", "sequences", "kv_rows")]
+        assert step_time.seconds(*counts) == pytest.approx(given_sample["seconds"])
+    halfway = step_time.seconds(0, 10, 650)
+    assert halfway == pytest.approx((0.019 + 0.050) / 2)
+
+
+def test_the_engine_s_part_is_added() -> None:
+    overhead = StepTimeFormula(base_seconds=0.5, seconds_per_sequence=0.25)
+    assert MeasuredStepTime(SAMPLES, FORMULA, overhead).seconds(0, 4, 260) == pytest.approx(1.519)
+
+
+def test_without_samples_the_formula_says() -> None:
+    step_time = MeasuredStepTime([], FORMULA, StepTimeFormula())
+    assert step_time.seconds(5, 2, 100) == FORMULA.seconds(5, 2, 100)
+    assert step_time.seconds(0, 2, 100) == FORMULA.seconds(0, 2, 100)
+
+
+@given(sequences=st.integers(1, 100), first=st.integers(1, 10_000))
+def test_more_rows_never_take_less_and_a_row_of_steps_is_its_steps(
+    sequences: int, first: int
+) -> None:
+    step_time = MeasuredStepTime(SAMPLES, FORMULA, StepTimeFormula(base_seconds=1e-4))
+    rows = first * sequences + sequences * np.arange(50)
+    together = step_time.seconds(0, sequences, rows)
+    assert together.tolist() == [step_time.seconds(0, sequences, int(each)) for each in rows]
+    assert (np.diff(together) >= 0).all()
