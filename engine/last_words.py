@@ -7,11 +7,12 @@ handler prints where each thread is all the same, and this reads it among the li
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from headrace.policy_guard import EvictionGuard, PolicyGuard, SchedulingGuard
 
 _FRAME = re.compile(r'File ".*[/\\](policy_guard|policy_watchdog)\.py", line \d+ in ([\w.<>]+)$')
-_GUARDS: tuple[type[PolicyGuard], ...] = (SchedulingGuard, EvictionGuard)
+_GUARDS: tuple[type[PolicyGuard[Any]], ...] = (SchedulingGuard, EvictionGuard)
 _KINDS = {
     method: guard.kind for guard in _GUARDS for method in vars(guard) if not method.startswith("_")
 }

@@ -40,6 +40,7 @@ class PolicySwitch:
         `watchdog`: the one that looks after all of `guards`.
         """
         self.watchdog = watchdog
+        self._loading = Watchdog()
         self._guards = dict(guards)
         self._create = create
         self._prepared: dict[int, tuple[str, PolicyChoice, Any]] = {}
@@ -93,7 +94,7 @@ class PolicySwitch:
                 known = ", ".join(self._guards)
                 error = f"kind '{frame.kind}' cannot be swapped in an engine; these can: {known}"
             else:
-                policy = load_policy(self.watchdog, self._create, frame.kind, frame.choice)
+                policy = load_policy(self._loading, self._create, frame.kind, frame.choice)
                 self._prepared[frame.swap_id] = (frame.kind, frame.choice, policy)
         except HeadraceError as refusal:
             error = str(refusal)

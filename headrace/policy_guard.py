@@ -230,10 +230,11 @@ def load_policy(
 ) -> Any:
     """Return what `create(kind, choice)` builds; PluginError says why it cannot, or not in time.
 
-    For any thread but the one that serves: what a script does while it is loaded is not known.
+    For any thread but the one that serves, with a watchdog of its own that has no `on_stuck`: what a
+    script does while it is loaded is not known, and nobody's requests wait for it.
     """
     try:
-        return watchdog.call(create, (kind, choice), LOAD_SECONDS, may_stick=True)
+        return watchdog.call(create, (kind, choice), LOAD_SECONDS)
     except KeyboardInterrupt:
         raise
     except PolicyTimeout:

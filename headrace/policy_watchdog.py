@@ -78,24 +78,13 @@ class Watchdog:
         self._is_asleep = True
         self._lock = threading.Lock()
 
-    def call(
-        self,
-        function: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        seconds: float,
-        *,
-        may_stick: bool = False,
-    ) -> Any:
-        """Return `function(*arguments)`; raise PolicyTimeout where it takes much longer than `seconds`.
-
-        `may_stick`: nobody waits for it, so `on_stuck` need not know.
-        """
+    def call(self, function: Callable[..., Any], arguments: tuple[Any, ...], seconds: float) -> Any:
+        """Return `function(*arguments)`; raise PolicyTimeout where it takes much longer than `seconds`."""
         thread_id = threading.get_ident()
         calls = self._calls
         if thread_id in calls:  # one policy calls another: the outer call's time counts
             return function(*arguments)
         call = _Call(time.perf_counter() + seconds, seconds)
-        call.is_reported = may_stick
         tracer = sys.gettrace()
         try:
             calls[thread_id] = call

@@ -62,7 +62,7 @@ def examine(kind: str, make: Callable[[], Any]) -> list[Finding]:
 def _looked(promise: str, look: Callable[[], Finding]) -> Finding:
     """Return what `look` finds; whatever a policy raises, and where it does not come back, is a breach."""
     try:
-        finding: Finding = Watchdog().call(look, (), _LOOK_SECONDS, may_stick=True)
+        finding: Finding = Watchdog().call(look, (), _LOOK_SECONDS)
     except KeyboardInterrupt:
         raise
     except PolicyTimeout:

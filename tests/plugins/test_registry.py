@@ -376,7 +376,9 @@ def test_options_that_fail_are_refused_in_words() -> None:
 
         @dataclasses.dataclass
         class Options:
-            weights: dict[str, float] = dataclasses.field(default_factory=lambda: {}["missing"])
+            weights: dict[str, float] = dataclasses.field(
+                default_factory=lambda: dict[str, dict[str, float]]()["missing"]
+            )
 
     with pytest.raises(PluginError, match="'broken': options refused: KeyError: 'missing'"):
         build_options(Broken, {})

@@ -153,7 +153,7 @@ class Scheduling(FirstComeFirstServed):
 
 def _age(waiting: Sequence[RequestView], view: SchedulerView) -> Sequence[RequestView]:
     for request in waiting:
-        request.priority -= 1
+        request.priority -= 1  # type: ignore[misc]
     return waiting
 
 
