@@ -17,7 +17,6 @@ from headrace.interfaces import RoutingPolicy
 from headrace.plugins import registry as registry_module
 from headrace.plugins.hookspecs import ClassReference
 from headrace.plugins.manager import create_plugin_manager
-from headrace.plugins.options import build_options
 from headrace.plugins.registry import KINDS, LABELS, Registries
 from headrace.types import ReplicaView, RoutingRequest
 from headrace.types.units import Bytes, Seconds
@@ -368,46 +367,6 @@ def test_options_may_refuse_by_themselves() -> None:
 
     with pytest.raises(PluginError, match="options refused: low must be at most high"):
         registries(routing(Picky)).create("routing", "picky", {"low": 2})
-
-
-def test_options_that_fail_are_refused_in_words() -> None:
-    class Broken:
-        name = "broken"
-
-        @dataclasses.dataclass
-        class Options:
-            weights: dict[str, float] = dataclasses.field(
-                default_factory=lambda: dict[str, dict[str, float]]()["missing"]
-            )
-
-    with pytest.raises(PluginError, match="'broken': options refused: KeyError: 'missing'"):
-        build_options(Broken, {})
-
-
-def test_a_default_may_be_written_as_yaml_writes_it() -> None:
-    class Patient:
-        name = "patient"
-
-        @dataclasses.dataclass
-        class Options:
-            patience: Seconds = "5s"  # type: ignore[assignment]
-            label: str = "5s"
-
-    built: Any = build_options(Patient, {})
-    assert (built.patience, built.label) == (5.0, "5s")
-
-
-def test_a_default_that_cannot_be_read_is_told_before_a_request_meets_it() -> None:
-    class Vague:
-        name = "vague"
-
-        @dataclasses.dataclass
-        class Options:
-            patience: Seconds = "soon"  # type: ignore[assignment]
-
-    with pytest.raises(PluginError, match="option patience must be a duration"):
-        build_options(Vague, {})
-    assert build_options(Vague, {"patience": "1m"}) == Vague.Options(60.0)
 
 
 def test_a_constructor_that_raises_names_the_policy() -> None:
