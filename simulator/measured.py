@@ -81,8 +81,9 @@ class MeasuredStepTime:
         contexts, seconds = self._lines[place]
         each = rows / num_sequences
         beyond = np.maximum(each - contexts[-1], 0.0) * self._counts[place]
-        found: Floats = np.interp(each, contexts, seconds)
-        return found + beyond * self._formula.seconds_per_kv_row
+        beyond *= self._formula.seconds_per_kv_row
+        found: Floats = np.interp(each, contexts, seconds) + beyond
+        return found
 
 
 def _line(points: Mapping[float, float]) -> tuple[Floats, Floats]:
