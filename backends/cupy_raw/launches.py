@@ -12,7 +12,13 @@ import torch
 
 from headrace.backends.cupy_raw.sampling_launches import launch_sampling
 from headrace.backends.gpu.device import Device, Launcher
-from headrace.backends.gpu.kernels import GELU_TANH, DeviceWork, Draw, QuantizedWeight
+from headrace.backends.gpu.kernels import (
+    GELU_TANH,
+    MAX_QUERY_ROWS,
+    DeviceWork,
+    Draw,
+    QuantizedWeight,
+)
 from headrace.backends.gpu.kv_pool import KVLayer
 from headrace.interfaces import AttentionSpec
 
@@ -40,26 +46,36 @@ class CudaKernels:
         self._device = device
 
     def tile_tokens(self, spec: AttentionSpec, kv: KVLayer, dtype: torch.dtype) -> int:
-        return 1
+        group = spec.num_heads // spec.num_kv_heads
+        return MAX_QUERY_ROWS // group if uses_tensor_cores(group, kv.keys.dtype, dtype) else 1
 
     def paged_attention(
         self, q: torch.Tensor, kv: KVLayer, spec: AttentionSpec, work: DeviceWork, out: torch.Tensor
     ) -> None:
         group = spec.num_heads // spec.num_kv_heads
         heads = heads_of_a_block(group)
+        tile_rows = np.int32(group * work.tile_tokens)
         defines = attention_defines(spec, kv, q.dtype)
-        attend = self._launcher.kernel("attention.cu", "attend_rows", defines)
-        attend(
-            (len(work.pieces), spec.num_kv_heads, -(-group // heads)),
-            ATTENTION_THREADS,
-            attention_shared_bytes(spec.head_dim, heads, kv.keys.dtype),
-            (
-                q, np.int64(q.stride(0)), kv.keys, kv.values, kv.key_scale, kv.value_scale, kv.bias,
-                work.block_table, np.int32(work.block_table.shape[1]), work.pieces, work.counts,
-                work.partial_rows, work.partial_sums, np.float32(spec.scale),
-                np.float32(spec.softcap or 0.0),
-            ),
+        arguments = (
+            q, np.int64(q.stride(0)), kv.keys, kv.values, kv.key_scale, kv.value_scale, kv.bias,
+            work.block_table, np.int32(work.block_table.shape[1]), work.pieces, work.counts,
+            work.partial_rows, work.partial_sums, np.float32(spec.scale),
+            np.float32(spec.softcap or 0.0),
         )  # fmt: skip
+        if uses_tensor_cores(group, kv.keys.dtype, q.dtype):
+            self._launcher.kernel("attention_tensor.cu", "attend_tiles", defines)(
+                (len(work.pieces), spec.num_kv_heads, 1),
+                ATTENTION_THREADS,
+                tensor_shared_bytes(spec.head_dim, kv.keys.dtype),
+                (*arguments, tile_rows, np.int32(spec.sliding_window or 0)),
+            )
+        else:
+            self._launcher.kernel("attention.cu", "attend_rows", defines)(
+                (len(work.pieces), spec.num_kv_heads, -(-group // heads)),
+                ATTENTION_THREADS,
+                attention_shared_bytes(spec.head_dim, heads, kv.keys.dtype),
+                arguments,
+            )
         merge = self._launcher.kernel("attention.cu", "merge_pieces", defines)
         merge(
             (len(work.merges), spec.num_heads, 1),
@@ -67,7 +83,7 @@ class CudaKernels:
             0,
             (
                 work.partial_rows, work.partial_sums, work.merges, work.counts, out,
-                np.int64(out.stride(0)), np.int32(group * work.tile_tokens),
+                np.int64(out.stride(0)), tile_rows,
             ),
         )  # fmt: skip
 
@@ -182,6 +198,24 @@ def vector_size(size: int, *rows: torch.Tensor) -> int:
 def heads_of_a_block(group: int) -> int:
     """Return how many of a KV head's query heads one block takes, in parts as equal as can be."""
     return -(-group // -(-group // MAX_HEADS))
+
+
+def uses_tensor_cores(group: int, stored: torch.dtype, activation: torch.dtype) -> bool:
+    """Say which kernel attends. CUDA cores keep up with memory to a group of 4, of 1 where bytes are half as many.
+
+    Computed from issue slots per byte, not measured: docs/kernels.md says what a device must show.
+    """
+    if activation == torch.float32 or group > MAX_QUERY_ROWS:
+        return False
+    return group > 1 if stored.itemsize == 1 else group > 4 and stored == activation
+
+
+def tensor_shared_bytes(head_dim: int, stored: torch.dtype) -> int:
+    """Return what attend_tiles wants: four warps' stages and the queries, or the merge if that is larger."""
+    wide = 16 * (head_dim * 2 + 16)
+    stage = 2 * 16 * (head_dim * stored.itemsize + 16) + 3 * 16 * 4
+    warp = 2 * stage + (2 * wide if stored.itemsize == 1 else 0)
+    return max(4 * warp + wide, 4 * 16 * (head_dim + 2) * 4)
 
 
 def attention_defines(

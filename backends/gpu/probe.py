@@ -21,7 +21,7 @@ def probe_gpu(
     load_driver: Callable[[], Any] = lambda: ctypes.CDLL("libcuda.so.1"),
     torch_version: Callable[[], str] = lambda: importlib.metadata.version("torch"),
 ) -> Availability:
-    """Say whether packages (`modules`: import name -> package), torch's CUDA build, driver and card are there."""
+    """Say whether packages (`modules`: import name -> package), torch's CUDA, driver and card are there."""
     for module, package in modules.items():
         if importlib.util.find_spec(module) is None:
             return Availability(

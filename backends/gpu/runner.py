@@ -1,4 +1,4 @@
-"""The Runner of the GPU backends: steps are launched and not waited for; decodes replay their bucket's graph."""
+"""The Runner of the GPU backends: steps are launched and not waited for, decodes replay CUDA graphs."""
 
 from __future__ import annotations
 

@@ -76,6 +76,24 @@ ATTENTION_CASES = (
     C("window, soft cap, hidden rows", ((1, 120), (4, 60)), window=40, softcap=5.0, bias="hidden"),
     C("hidden rows, group of 8", ((2, 60), (1, 200)), head_dim=128, group=8, bias="hidden"),
     C("one query head of many", ((1, 50), (1, 80)), group=12, num_kv_heads=1),
+    C("tiles: group of 8, soft cap", ((1, 90), (2, 33), (1, 1)), group=8, softcap=9.0),
+    C(
+        "tiles: window, hidden rows",
+        ((2, 120), (1, 40)),
+        head_dim=80,
+        group=6,
+        window=30,
+        bias="hidden",
+    ),
+    C(
+        "tiles: head_dim 256, float16",
+        ((1, 150),),
+        head_dim=256,
+        group=7,
+        activation=F16,
+        stored=F16,
+    ),
+    C("tiles: fp8, window", ((3, 130), (1, 9)), group=2, stored=FP8, window=50, bias="random"),
     C("large scores", ((1, 100), (2, 40)), group=4, query_scale=1e4),
 )
 

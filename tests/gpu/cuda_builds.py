@@ -1,4 +1,4 @@
-"""The specialisations of CUDA C++ kernels whose machine code is judged, and the faults that tests must notice."""
+"""The specialisations of CUDA C++ kernels whose machine code is judged, and faults that tests must notice."""
 
 from __future__ import annotations
 
@@ -36,6 +36,13 @@ BUILDS: Mapping[str, tuple[str, Mapping[str, int | str]]] = {
     "attention d80 g3 bf16": _attention(80, 3, BF16),
     "attention d96 g2 f16 bias": _attention(96, 2, F16, activation=F16, bias=1),
     "attention d256 g2 bf16 softcap": _attention(256, 2, BF16, softcap=1),
+    "tiles d128 g8 bf16": ("attention_tensor.cu", _attention(128, 8, BF16)[1]),
+    "tiles d128 g4 fp8": ("attention_tensor.cu", _attention(128, 4, FP8)[1]),
+    "tiles d256 g8 bf16 softcap": ("attention_tensor.cu", _attention(256, 8, BF16, softcap=1)[1]),
+    "tiles d64 g8 f16 bias": (
+        "attention_tensor.cu",
+        _attention(64, 8, F16, activation=F16, bias=1)[1],
+    ),
     "rows add bf16": ("rows.cu", {"IN": BF16, "OUT": BF16, "VECTOR": 8, "RESIDUAL": 1}),
     "rows f32 to bf16, gelu": ("rows.cu", {"IN": F32, "OUT": BF16, "VECTOR": 8, "GELU": 1}),
     "rows fp8": ("rows.cu", {"IN": BF16, "VALUE": BF16, "OUT": BF16, "STORED": FP8}),
@@ -48,6 +55,10 @@ MUTANTS: Mapping[tuple[str, str], str] = {
     ("BUG_SHORT_WAIT", "split over pieces"): "none",
     ("BUG_NO_BARRIER_BEFORE_MERGE", "group of 4, an empty sequence"): "thread",
     ("BUG_NO_BARRIER_IN_MERGE", "split over pieces"): "none",
+    ("BUG_SHORT_WAIT", "hidden rows, group of 8"): "none",
+    ("BUG_NO_SYNC_AFTER_COPY", "hidden rows, group of 8"): "none",
+    ("BUG_NO_SYNC_BEFORE_REUSE", "hidden rows, group of 8"): "thread",
+    ("BUG_NO_BARRIER_AFTER_QUERY", "hidden rows, group of 8"): "none",
     ("BUG_NO_BARRIER_IN_SUM", "norm"): "none",
     ("BUG_NO_BARRIER_BEFORE_BIAS", "draw_adjusted"): "thread",
     ("BUG_NO_BARRIER_BEFORE_PENALTIES", "draw_adjusted"): "thread",
@@ -62,9 +73,9 @@ MUTANTS: Mapping[tuple[str, str], str] = {
     ("BUG_NO_BOUND", "decode"): "address,undefined",
     ("BUG_NO_REDUCTION", "linear int8"): "none",
 }
-"""Define that removes a barrier, wait, bound or reduction, and the check that fails then -> under which sanitizer."""
+"""(Define that removes a barrier, wait, bound or reduction; check that fails then) -> under which sanitizer."""
 
 SANITIZED = (
-    "decode", "rope, int8", "norm", "add and norm", "silu", "linear int4", "draw_adjusted", "draw_ties",
+    "decode", "tiles: fp8, window", "rope, int8", "norm", "add and norm", "silu", "linear int4", "draw_adjusted", "draw_ties",
 )  # fmt: skip
 """Checks that reach every kernel, run under each sanitizer."""

@@ -56,7 +56,7 @@ struct Exchange {  // what the lanes of one collective handed in
   Value values[32];
   uint32_t mask, parities;
 };
-struct Copy { void* to; const void* from; bool ends_group; };
+struct Copy { void* to; const void* from; bool ends_group, is_short; };
 
 struct Thread : Stack {
   uint3 index;

@@ -87,12 +87,22 @@ inline void queue_copy(const cuda_cpu::Copy& copy) {
   cuda_cpu::Untracked untracked;
   cuda_cpu::thread->copies.push_back(copy);
 }
+inline void land(const cuda_cpu::Copy& copy) {
+  if (copy.is_short) *static_cast<float*>(copy.to) = *static_cast<const float*>(copy.from);
+  else *static_cast<uint4*>(copy.to) = *static_cast<const uint4*>(copy.from);
+}
+inline void copy_async4(void* to, const void* from) {
+  const cuda_cpu::Copy copy{to, from, false, true};
+  if (cuda_cpu::early_copies) land(copy);
+  queue_copy(copy);
+}
 inline void copy_async16(void* to, const void* from) {
   if (reinterpret_cast<uintptr_t>(to) % 16 || reinterpret_cast<uintptr_t>(from) % 16) cuda_cpu::fail("cp.async: an address is not a multiple of 16");
-  if (cuda_cpu::early_copies) *static_cast<uint4*>(to) = *static_cast<const uint4*>(from);
-  queue_copy({to, from, false});
+  const cuda_cpu::Copy copy{to, from, false, false};
+  if (cuda_cpu::early_copies) land(copy);
+  queue_copy(copy);
 }
-inline void copy_async_commit() { queue_copy({nullptr, nullptr, true}); }
+inline void copy_async_commit() { queue_copy({nullptr, nullptr, true, false}); }
 // Take the next copy that must land so that at most `allowed` groups stay under way.
 inline bool next_copy(int allowed, cuda_cpu::Copy* copy) {
   cuda_cpu::Untracked untracked;
@@ -110,7 +120,7 @@ template <int kGroups>
 inline void copy_async_wait() {
   cuda_cpu::Copy copy;
   while (next_copy(kGroups, &copy))
-    if (!cuda_cpu::early_copies) *static_cast<uint4*>(copy.to) = *static_cast<const uint4*>(copy.from);
+    if (!cuda_cpu::early_copies) land(copy);
 }
 
 // Four 8 x 8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8.
