@@ -15,8 +15,7 @@ from headrace.gateway.admission import AdmissionGate
 from headrace.gateway.breaker import CircuitBreaker
 from headrace.gateway.ledger import Ledger
 from headrace.gateway.limit_store import LimitStore, MemoryLimitStore
-from headrace.gateway.policy_desk import ENGINE_KINDS, PolicyDesk
-from headrace.gateway.policy_watch import WatchedScript
+from headrace.gateway.policy_desk import PolicyDesk
 from headrace.gateway.redis_store import RedisLimitStore, RedisSettings
 from headrace.gateway.replica import Replica
 from headrace.gateway.router import ModelGroup, Router
@@ -104,24 +103,10 @@ def build_policy_desk(
     return PolicyDesk(router, admission, create, lambda policy: AdmissionGuard(policy, Unlimited()))
 
 
-def watched_scripts(config: Config) -> list[WatchedScript]:
-    """Return the policies of the configuration that come from files and can be swapped."""
-    places = [("", "routing", config.routing)]
-    places += [
-        ("", "admission", choice) for choice in config.admission if len(config.admission) == 1
-    ]
-    for model in config.models:
-        places += [(model.name, kind, getattr(model.policies, kind)) for kind in ENGINE_KINDS]
-    return [
-        WatchedScript(
-            kind,
-            PolicyChoice(choice.use, choice.options),
-            model,
-            str(script_path(choice.use, pathlib.Path(config.base_dir))),
-        )
-        for model, kind, choice in places
-        if is_script(choice.use)
-    ]
+def script_paths(config: Config) -> Callable[[str], str | None]:
+    """Return what says which file a policy is from, or that it is from none."""
+    base_dir = pathlib.Path(config.base_dir)
+    return lambda use: str(script_path(use, base_dir)) if is_script(use) else None
 
 
 def build_limit_store(config: Config, environ: Mapping[str, str]) -> LimitStore:

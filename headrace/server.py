@@ -25,7 +25,7 @@ from headrace.assembly import (
     build_policy_desk,
     build_router,
     make_replica,
-    watched_scripts,
+    script_paths,
 )
 from headrace.cli.progress import stage_progress
 from headrace.clock import SystemClock
@@ -182,7 +182,7 @@ class Gateway:
             group.start_soon(self._start_engines)
             group.start_soon(self._state.admission.store.run)
             if self.watches_scripts:
-                group.start_soon(watch_scripts, self._desk, watched_scripts(self._config))
+                group.start_soon(watch_scripts, self._desk, script_paths(self._config))
             if self._admin_http is not None:
                 group.start_soon(self._serve_admin, self._admin_http)
             await self._http.serve(sockets=[self._listener])

@@ -158,6 +158,13 @@ def test_saving_a_script_swaps_it_in_and_a_broken_one_changes_nothing(
         )
         policy.write_text(changed)
         wait_for(server, ["saved", "saved"])
+        other = policy.with_name("other.py")
+        other.write_text(changed.replace('"saved"', '"other"'))
+        assert swap(server, "scheduling", "./other.py:LastFirst").status_code == 200
+        policy.write_text(changed.replace('"saved"', '"saved_when_replaced"'))
+        other.write_text(changed.replace('"saved"', '"other_saved"'))
+        wait_for(server, ["other_saved", "other_saved"])
+        assert not any("saved_when_replaced" in line for line in server.output)
 
 
 def test_a_policy_that_does_not_come_back_is_benched_and_no_request_is_lost(
