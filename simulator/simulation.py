@@ -80,8 +80,14 @@ class Setup:
         return chosen
 
     def create(self, kind: str, choice: Choice) -> Any:
+        """Return a policy; one that draws by a `seed` option draws the same each time without it too."""
         base_dir = pathlib.Path(self.config.base_dir)
-        return self.registries.create(kind, choice.use, choice.options, base_dir)
+        options = dict(choice.options)
+        chosen = self.registries.resolve(kind, choice.use, base_dir)
+        taken = getattr(getattr(chosen, "Options", None), "__dataclass_fields__", {})
+        if "seed" in taken and options.get("seed") is None:
+            options["seed"] = 0
+        return self.registries.create(kind, choice.use, options, base_dir)
 
 
 def engine_settings(

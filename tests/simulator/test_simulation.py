@@ -91,9 +91,11 @@ def test_replicas_beside_each_other_keep_the_order_of_time(seed: int, admission:
     assert served["served"] + sum(served["refused"].values()) == 60
 
 
-def test_the_same_seed_gives_the_same_bytes() -> None:
+@pytest.mark.parametrize("routing", ["random", "power_of_two"])
+def test_the_same_seed_gives_the_same_bytes_also_where_a_policy_draws_lots(routing: str) -> None:
     trace = generate("burst", num_requests=50, seed=1)
-    assert report(simulate(make_setup(), trace)) == report(simulate(make_setup(), trace))
+    setup = make_setup(replicas=3, policies={"routing": Choice(routing)})
+    assert report(simulate(setup, trace)) == report(simulate(setup, trace))
 
 
 def test_a_request_takes_what_the_formula_says() -> None:
