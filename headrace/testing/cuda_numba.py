@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numba.cuda
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 NUMBERS = (
     "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float32", "float64",
 )  # fmt: skip
+KERNELS = "headrace.backends.cuda_numba.kernels"
 PLAIN: Mapping[int, Any] = {
     id(numba.cuda): SimulatedCuda(),
     **{id(getattr(types, name)): getattr(np, name) for name in NUMBERS},
@@ -66,21 +69,30 @@ class SimulatedKernel:
 class SimulatorLauncher:
     """Runs kernels on the CPU. Mutable: `order` and `seed` are the next launch's."""
 
-    def __init__(
-        self, change: Callable[[KernelSource], KernelSource] = lambda source: source
-    ) -> None:
-        """`change` may plant a fault into a kernel."""
+    def __init__(self, modules: Mapping[str, ModuleType] | None = None) -> None:
+        """`modules` take the place of modules of kernels, by name: with a fault planted, say."""
         self.order, self.seed, self.num_launches = "forward", 0, 0
-        self._change = change
+        self._modules = modules or {}
         self._kernels: dict[Any, SimulatedKernel] = {}
 
     def kernel(self, source: str, name: str, defines: Mapping[str, int | str]) -> SimulatedKernel:
         key = source, name, tuple(sorted(defines.items()))
         if key not in self._kernels:
-            module = importlib.import_module(f"headrace.backends.cuda_numba.kernels.{source}")
-            made = self._change(getattr(module, name)(**defines))
-            self._kernels[key] = SimulatedKernel(self, name, made)
+            module = self._modules.get(source) or importlib.import_module(f"{KERNELS}.{source}")
+            self._kernels[key] = SimulatedKernel(self, name, getattr(module, name)(**defines))
         return self._kernels[key]
+
+
+def changed_module(source: str, old: str, new: str, occurrence: int = 0) -> ModuleType:
+    """Return a module of kernels with one occurrence of `old` in its text exchanged. ValueError: there is none."""
+    path = Path(str(importlib.import_module(f"{KERNELS}.{source}").__file__))
+    parts = path.read_text().split(old)
+    if occurrence + 1 >= len(parts):
+        raise ValueError(f"{path.name} has {len(parts) - 1} of {old!r}; {occurrence} counts from 0")
+    head, tail = old.join(parts[: occurrence + 1]), old.join(parts[occurrence + 1 :])
+    module = ModuleType(f"{source}_changed")
+    exec(compile(head + new + tail, str(path), "exec"), module.__dict__)
+    return module
 
 
 def _argument(value: Any, kind: Any, name: str) -> Any:

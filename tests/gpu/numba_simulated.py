@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import pytest
@@ -21,11 +23,13 @@ needs_numba_cuda = pytest.mark.skipif(
 )
 
 
-def numba_kernels() -> tuple[NumbaKernels, SimulatorLauncher]:
-    """Return the kernels and the launcher that runs them on the CPU."""
+def numba_kernels(
+    modules: Mapping[str, ModuleType] | None = None,
+) -> tuple[NumbaKernels, SimulatorLauncher]:
+    """Return the kernels and the launcher that runs them on the CPU; `modules` replace some of them."""
     from headrace.backends.cuda_numba.launches import NumbaKernels
     from headrace.testing.cuda_cpu.launcher import EmulatedDevice
     from headrace.testing.cuda_numba import SimulatorLauncher
 
-    launcher = SimulatorLauncher()
+    launcher = SimulatorLauncher(modules)
     return NumbaKernels(launcher, EmulatedDevice()), launcher
