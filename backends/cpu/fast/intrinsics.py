@@ -124,8 +124,9 @@ class Emitter:
         """Context manager; `.index` of what it gives counts from 0."""
         return cgutils.for_range(self.builder, count)
 
-    def prefetch(self, address: Any, offset: int = 0) -> None:
-        flags = [ir.Constant(I32, flag) for flag in (0, 3, 1)]
+    def prefetch(self, address: Any, offset: int = 0, *, locality: int = 3) -> None:
+        """Ask for a line: 3, into the first-level cache; 2, into the second."""
+        flags = [ir.Constant(I32, flag) for flag in (0, locality, 1)]
         self.call("llvm.prefetch.p0", VOID, self.pointer(address, I8, offset), *flags)
 
     # --- vectors ----------------------------------------------------------------

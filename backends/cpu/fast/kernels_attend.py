@@ -4,6 +4,11 @@ An item is (sequence, a few of its queries, a run of segments of rows), done onc
 heads of a KV head share the blocks read. Each segment of 128 rows is summed on its own, then joins those
 before it. Segments lie at fixed rows, so whether one item walks all of them or several threads share
 them, the same numbers are added in the same order: whoever finishes last joins the parts.
+
+Where keys and values come from memory they are what takes the time. A core waits for few lines that go to its
+first-level cache and for more that go to the second, so while a segment is computed the whole next one is asked
+for, into the second: line for line between products, a run while a vector's scores become weights, and the next
+item's first segment during an item's last.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ from headrace.backends.cpu.fast.kernels_attend_rows import (
     STATE_BYTES,
     blend_codes,
     blend_pairs,
+    fetch_run,
     join_partial,
     query_codes,
     query_pairs,
@@ -40,17 +46,19 @@ from headrace.backends.cpu.kernels_vector import float_of_bits
 MAX_VECTORS = 48
 """Query vectors (queries x heads that share a KV head) of one item."""
 SEGMENT_ROWS = SEGMENT_BLOCKS * LANES
-_AHEAD = 2
-"""Entries behind a segment's key blocks: what is fetched next."""
+TABLE_RUNS = 3 * SEGMENT_BLOCKS
+"""Entries of a table of runs: where each block's keys and its values are, one after the other.
+The last is there several times, for those who ask for more than a segment has."""
+_TABLE_BYTES = 8 * TABLE_RUNS
 _LOW = -float("inf")
 _LOG2_E = np.float32(1.4426950408889634)
 
 
 def scratch_bytes(head_dim: int, ratio: int) -> int:
-    """Return what one worker needs for an item: queries, sums, scores, states and block addresses."""
+    """Return what one worker needs for an item: two tables of runs, queries, sums, scores and states."""
     vectors = max(MAX_VECTORS, ratio)
     each = 2 * head_dim + QUERY_RECORD + 4 * head_dim + SCORE_ROW + STATE_BYTES
-    return vectors * each + 16 * (SEGMENT_BLOCKS + _AHEAD)
+    return vectors * each + 2 * _TABLE_BYTES
 
 
 def partial_bytes(head_dim: int) -> int:
@@ -100,6 +108,18 @@ def block_size_of(head_dim, form):  # type: ignore[no-untyped-def]
 
 
 @fast_kernel
+def block_at(layer, head, page, part, shape):  # type: ignore[no-untyped-def]
+    """Where the keys of a block of 16 rows are (see kv_pool); its values follow, `block_bytes` behind.
+
+    layer: a row of the pool's table; shape: blocks of 16 rows in one of the engine's (a page), block_bytes.
+    """
+    per_page, block_bytes = shape
+    first, span_bytes, shift = layer
+    inside = (head << shift) + (page & ((1 << shift) - 1))
+    return first + (page >> shift) * span_bytes + (inside * per_page + part) * 2 * block_bytes
+
+
+@fast_kernel
 def _reset(states, totals, num_vectors, head_dim):  # type: ignore[no-untyped-def]
     floats(totals, num_vectors * head_dim)[:] = np.float32(0.0)
     state = floats(states, num_vectors * (STATE_BYTES // 4))
@@ -109,7 +129,7 @@ def _reset(states, totals, num_vectors, head_dim):  # type: ignore[no-untyped-de
 
 
 @fast_kernel
-def _score(form, queries, stride, head_dim, keys, values, num_blocks, scores, count):  # type: ignore[no-untyped-def]
+def _score(form, queries, stride, head_dim, blocks, ahead, num_blocks, scores, count):  # type: ignore[no-untyped-def]
     """Scores of `count` vectors with a segment: as many at once as there are routines for."""
     done = 0
     for most in SCORED_AT_ONCE:
@@ -117,24 +137,26 @@ def _score(form, queries, stride, head_dim, keys, values, num_blocks, scores, co
             continue
         while count - done >= most:
             q, out = queries + done * stride, scores + done * SCORE_ROW
+            fetched = ahead if done == 0 else blocks
             if form == PAIRS:
-                score_pairs(q, stride, head_dim, keys, values, num_blocks, out, most)
+                score_pairs(q, stride, head_dim, blocks, fetched, num_blocks, out, most)
             else:
-                score_codes(q, stride, head_dim, keys, values, num_blocks, out, most)
+                score_codes(q, stride, head_dim, blocks, fetched, num_blocks, out, most)
             done += most
 
 
 @fast_kernel
-def _blend(form, scores, values, num_rows, head_dim, totals, states, count):  # type: ignore[no-untyped-def]
+def _blend(form, scores, values, ahead, num_rows, head_dim, totals, states, count):  # type: ignore[no-untyped-def]
     done = 0
     for most in BLENDED_AT_ONCE:
         while count - done >= most:
             weights, state = scores + done * SCORE_ROW, states + done * STATE_BYTES
             total = totals + done * head_dim * 4
+            fetched = ahead if done == 0 else values
             if form == PAIRS:
-                blend_pairs(weights, values, num_rows, head_dim, total, state, most)
+                blend_pairs(weights, values, fetched, num_rows, head_dim, total, state, most)
             else:
-                blend_codes(weights, values, num_rows, head_dim, total, state, most)
+                blend_codes(weights, values, fetched, num_rows, head_dim, total, state, most)
             done += most
 
 
@@ -151,72 +173,145 @@ def _write_result(out, out_stride, ratio, head_dim, num_vectors, totals, states)
 
 
 @fast_kernel
-def _walk_segments(op, parameters, planes, rows, spans, places):  # type: ignore[no-untyped-def]
+def layer_of(op, parameters):  # type: ignore[no-untyped-def]
+    """An operation's row of the pool's table: first byte, bytes from span to span, log2 of a span's blocks."""
+    row = longs(parameters[at.LAYERS] + op[at.LAYER] * at.LAYER_FIELDS * 8, at.LAYER_FIELDS)
+    return row[0], row[1], row[2]
+
+
+@fast_kernel
+def unit_of(op, items_at, unit):  # type: ignore[no-untyped-def]
+    """What unit number `unit` is: an item and a KV head."""
+    kv_heads = op[at.KV_COUNT]
+    item = longs(items_at + unit // kv_heads * at.ITEM_FIELDS * 8, at.ITEM_FIELDS)
+    return item, unit % kv_heads
+
+
+@fast_kernel
+def _rows_of(op, parameters, item):  # type: ignore[no-untyped-def]
+    """What an item is about: its sequence's table, first token, that token's row, first and end block seen."""
+    group, window = op[at.GROUP_INDEX], op[at.FORM]
+    num_sequences, width = parameters[at.NUM_SEQUENCES], parameters[at.TABLE_WIDTH]
+    sequence, count = item[at.SEQUENCE], item[at.NUM_QUERIES]
+    starts = ints(parameters[at.QUERY_STARTS], num_sequences + 1)
+    kv_lens = ints(parameters[at.KV_LENS] + group * num_sequences * 4, num_sequences)
+    table_at = parameters[at.TABLES] + (group * num_sequences + sequence) * width * 4
+    token = np.int64(starts[sequence]) + item[at.FIRST_QUERY]
+    row = np.int64(kv_lens[sequence]) - np.int64(starts[sequence + 1]) + token
+    start = max(0, row + 1 - window) if window > 0 else 0
+    return table_at, token, row, start // LANES, (row + count + LANES - 1) // LANES
+
+
+@fast_kernel
+def _list_runs(op, parameters, walked, whole, runs_at):  # type: ignore[no-untyped-def]
+    """Write the runs of segment `whole` that are seen; return its first block and how many there are.
+
+    walked: table, KV head, first and end block. Entries behind the last run name it again.
+    """
+    table_at, kv_head, first_block, end_block = walked
+    per_page = parameters[at.BLOCK_SIZE] // LANES
+    block_bytes = block_size_of(op[at.SIZE], parameters[at.KV_FORM])
+    layer = layer_of(op, parameters)
+    table = ints(table_at, (end_block + per_page - 1) // per_page)
+    runs = longs(runs_at, TABLE_RUNS)
+    segment = max(first_block, whole * SEGMENT_BLOCKS)
+    num_blocks = min((whole + 1) * SEGMENT_BLOCKS, end_block) - segment
+    for i in range(num_blocks):
+        block = segment + i
+        page = np.int64(table[block // per_page])
+        address = block_at(layer, kv_head, page, block % per_page, (per_page, block_bytes))
+        runs[2 * i], runs[2 * i + 1] = address, address + block_bytes
+    for i in range(2 * num_blocks, TABLE_RUNS):
+        runs[i] = runs[2 * num_blocks - 1]
+    return segment, num_blocks
+
+
+@fast_kernel
+def _list_next(op, parameters, walked, spans, whole, following, runs_at):  # type: ignore[no-untyped-def]
+    """Write the runs of the segment after `whole`, of this unit or of its follower; return their number."""
+    if whole + 1 < spans[1]:
+        return 2 * _list_runs(op, parameters, walked, whole + 1, runs_at)[1]
+    items_at, unit = following
+    if unit < 0:
+        return 0
+    item, kv_head = unit_of(op, items_at, unit)
+    table_at, _, _, first_block, end_block = _rows_of(op, parameters, item)
+    next_walked = (table_at, kv_head, first_block, end_block)
+    return 2 * _list_runs(op, parameters, next_walked, item[at.FIRST_SEGMENT], runs_at)[1]
+
+
+@fast_kernel
+def _walk_segments(op, parameters, rows, walked, spans, following, places):  # type: ignore[no-untyped-def]
     """Let the segments first .. last - 1 join the sums; with a step between sums, each has its own."""
-    head_dim, kv_heads = op[at.SIZE], op[at.KV_COUNT]
-    ratio = op[at.COUNT] // kv_heads
+    head_dim, ratio = op[at.SIZE], op[at.COUNT] // op[at.KV_COUNT]
     window, form = op[at.FORM], parameters[at.KV_FORM]
     softcap = float_of_bits(np.int32(op[at.SECOND_NUMBER]))
-    table_at, kv_head, row, count = rows
+    row, count = rows
     first, last, is_shared = spans
-    queries, stride, scores, blocks_at, totals, states = places
+    tables_at, queries, stride, scores, totals, states = places
     num_vectors = count * ratio
-    per_page = parameters[at.BLOCK_SIZE] // LANES
     block_bytes = block_size_of(head_dim, form)
-    start = max(0, row + 1 - window) if window > 0 else 0
-    first_block, end_block = start // LANES, (row + count + LANES - 1) // LANES
-    table = ints(table_at, (end_block + per_page - 1) // per_page)
-    key_blocks = longs(blocks_at, SEGMENT_BLOCKS + _AHEAD)
-    values_at = blocks_at + 8 * (SEGMENT_BLOCKS + _AHEAD)
-    value_blocks = longs(values_at, SEGMENT_BLOCKS)
+    blocks, ahead = tables_at, tables_at + _TABLE_BYTES
+    segment, num_blocks = _list_runs(op, parameters, walked, first, blocks)
     for whole in range(first, last):
-        segment = max(first_block, whole * SEGMENT_BLOCKS)
-        num_blocks = min((whole + 1) * SEGMENT_BLOCKS, end_block) - segment
-        for i in range(num_blocks + _AHEAD):
-            block = min(segment + i, end_block - 1)
-            page = np.int64(table[block // per_page])
-            index = (page * kv_heads + kv_head) * per_page + block % per_page
-            key_blocks[i] = planes[0] + index * block_bytes
-            if i < num_blocks:
-                value_blocks[i] = planes[1] + index * block_bytes
-        _score(
-            form, queries, stride, head_dim, blocks_at, values_at, num_blocks, scores, num_vectors
-        )
-        offset = segment * LANES
+        num_ahead = _list_next(op, parameters, walked, spans, whole, following, ahead)
+        source = ahead if num_ahead > 0 else blocks
+        runs = longs(ahead, TABLE_RUNS)
+        for i in range(2 * num_blocks, num_ahead):  # more than what is read here: at once
+            fetch_run(runs[i], block_bytes)
+        _score(form, queries, stride, head_dim, blocks, source, num_blocks, scores, num_vectors)
+        values, offset = blocks + 8, segment * LANES
+        asked = num_blocks
         for vector in range(num_vectors):
+            if asked < num_ahead:
+                fetch_run(runs[asked], block_bytes)
+                asked += 1
             seen = row + vector // ratio + 1 - offset
             hidden = max(-offset, seen - window) if window > 0 else -offset
             place, state = scores + vector * SCORE_ROW, states + vector * STATE_BYTES
             if form == PAIRS:
                 weigh_pairs(place, num_blocks, hidden, seen, softcap, state)
             else:
-                weigh_codes(place, num_blocks, hidden, seen, softcap, state, values_at, head_dim)
+                weigh_codes(place, num_blocks, hidden, seen, softcap, state, values, head_dim)
         num_rows = min(num_blocks * LANES, row + count - offset)
-        _blend(form, scores, values_at, num_rows, head_dim, totals, states, num_vectors)
+        source += 8 * (asked if num_ahead > 0 else num_blocks)
+        _blend(form, scores, values, source, num_rows, head_dim, totals, states, num_vectors)
+        segment, num_blocks = max(walked[2], (whole + 1) * SEGMENT_BLOCKS), num_ahead // 2
+        blocks, ahead = ahead, blocks
         if is_shared:
             totals += num_vectors * (head_dim * 4 + STATE_BYTES)
             states += num_vectors * (head_dim * 4 + STATE_BYTES)
 
 
 @fast_kernel
-def attend_item(op, parameters, item, kv_head, q, out, scratch):  # type: ignore[no-untyped-def]
-    """Compute an item (see layout) for the query heads of one KV head; `q` and `out` are of row 0."""
-    head_dim, kv_heads = op[at.SIZE], op[at.KV_COUNT]
-    ratio, group = op[at.COUNT] // kv_heads, op[at.GROUP_INDEX]
-    num_sequences, width = parameters[at.NUM_SEQUENCES], parameters[at.TABLE_WIDTH]
-    sequence, first_query, count = item[at.SEQUENCE], item[at.FIRST_QUERY], item[at.NUM_QUERIES]
-    starts = ints(parameters[at.QUERY_STARTS], num_sequences + 1)
-    kv_lens = ints(parameters[at.KV_LENS] + group * num_sequences * 4, num_sequences)
-    table_at = parameters[at.TABLES] + (group * num_sequences + sequence) * width * 4
-    planes = longs(parameters[at.LAYERS] + op[at.LAYER] * 16, 2)
-    token = np.int64(starts[sequence]) + first_query
-    row = np.int64(kv_lens[sequence]) - np.int64(starts[sequence + 1]) + token
+def fetch_unit(op, parameters, items_at, unit, scratch):  # type: ignore[no-untyped-def]
+    """Ask for the first segment of a unit that nothing was computed before."""
+    no_segment = (0, 0, 0, 0)
+    num_runs = _list_next(op, parameters, no_segment, (0, 0), 0, (items_at, unit), scratch)
+    block_bytes = block_size_of(op[at.SIZE], parameters[at.KV_FORM])
+    runs = longs(scratch, TABLE_RUNS)
+    for i in range(num_runs):
+        fetch_run(runs[i], block_bytes)
+
+
+@fast_kernel
+def attend_unit(op, parameters, items_at, unit, following, places):  # type: ignore[no-untyped-def]
+    """Compute an item (see layout) for the query heads of one KV head.
+
+    following: the unit this thread computes next, whose first segment is fetched meanwhile; -1: none.
+    places: queries and results of row 0, scratch.
+    """
+    q, out, scratch = places
+    item, kv_head = unit_of(op, items_at, unit)
+    head_dim, ratio = op[at.SIZE], op[at.COUNT] // op[at.KV_COUNT]
+    count = item[at.NUM_QUERIES]
+    table_at, token, row, first_block, end_block = _rows_of(op, parameters, item)
     num_vectors = count * ratio
     stride = 2 * head_dim + QUERY_RECORD
-    totals = scratch + num_vectors * stride
+    queries = scratch + 2 * _TABLE_BYTES
+    totals = queries + num_vectors * stride
     scores = totals + num_vectors * head_dim * 4
     states = scores + num_vectors * SCORE_ROW
-    blocks_at = states + num_vectors * STATE_BYTES
     softcap = float_of_bits(np.int32(op[at.SECOND_NUMBER]))
     scale = float_of_bits(np.int32(op[at.NUMBER]))
     scale = scale if softcap > np.float32(0.0) else scale * _LOG2_E
@@ -224,16 +319,17 @@ def attend_item(op, parameters, item, kv_head, q, out, scratch):  # type: ignore
         head = kv_head * ratio + vector % ratio
         source = q + (token + vector // ratio) * op[at.IN_STRIDE] + head * head_dim * 4
         if parameters[at.KV_FORM] == PAIRS:
-            query_pairs(source, scale, scratch + vector * stride, head_dim)
+            query_pairs(source, scale, queries + vector * stride, head_dim)
         else:
-            query_codes(source, scale, scratch + vector * stride, head_dim)
-    rows = (table_at, kv_head, row, count)
+            query_codes(source, scale, queries + vector * stride, head_dim)
+    rows, walked = (row, count), (table_at, kv_head, first_block, end_block)
     first, last = item[at.FIRST_SEGMENT], item[at.END_SEGMENT]
     target = out + token * op[at.OUT_STRIDE] + kv_head * ratio * head_dim * 4
+    after = (items_at, following)
     if item[at.SHARERS] <= 1:
         _reset(states, totals, num_vectors, head_dim)
-        places = (scratch, stride, scores, blocks_at, totals, states)
-        _walk_segments(op, parameters, planes, rows, (first, last, False), places)
+        found = (scratch, queries, stride, scores, totals, states)
+        _walk_segments(op, parameters, rows, walked, (first, last, False), after, found)
         _write_result(target, op[at.OUT_STRIDE], ratio, head_dim, num_vectors, totals, states)
         return
     each = num_vectors * (head_dim * 4 + STATE_BYTES)
@@ -245,8 +341,8 @@ def attend_item(op, parameters, item, kv_head, q, out, scratch):  # type: ignore
             mine + segment * each + num_vectors * head_dim * 4, mine + segment * each,
             num_vectors, head_dim,
         )  # fmt: skip
-    places = (scratch, stride, scores, blocks_at, mine, mine + num_vectors * head_dim * 4)
-    _walk_segments(op, parameters, planes, rows, (first, last, True), places)
+    found = (scratch, queries, stride, scores, mine, mine + num_vectors * head_dim * 4)
+    _walk_segments(op, parameters, rows, walked, (first, last, True), after, found)
     arrived = parameters[at.ARRIVALS] + (item[at.ARRIVAL] + kv_head) * at.LINE_WORDS * 8
     if atomic_add(arrived, 1) + 1 < item[at.SHARERS]:
         return

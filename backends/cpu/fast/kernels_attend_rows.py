@@ -40,6 +40,7 @@ STATE_BYTES = 32
 QUERY_RECORD = 16
 """After the codes of a query: scale f32, 128 * sum of codes i32."""
 SCALES_BYTES = 4 * LANES
+_LINE_BYTES = 64
 _LOW = -float("inf")
 _HIGHEST_QUERY = 127 * 256.0
 _HIGHEST_WEIGHT = 127 * 128 + 127.0
@@ -66,8 +67,25 @@ def _by_count(e: Any, count: Any, known: Sequence[int], body: Callable[[int], No
 
 
 def _block(e: Any, blocks: Any, index: Any) -> Any:
-    """The address of block `index` in a table of addresses."""
-    return e.load(e.add(blocks, e.times(index, 8)), I64)
+    """The keys of block `index` of a table of runs; its values where `blocks` starts at a run of values."""
+    return e.load(e.add(blocks, e.times(index, 16)), I64)
+
+
+def _run(e: Any, runs: Any, index: Any) -> Any:
+    """Run `index` of a table of runs, keys or values."""
+    return e.load(e.add(runs, e.times(index, 8)), I64)
+
+
+def _fetch(e: Any, address: Any) -> None:
+    """Ask for a line of the next segment, into the second-level cache: it waits for more lines at once."""
+    e.prefetch(address, locality=2)
+
+
+@routine()
+def fetch_run(e: Any, run: Any, num_bytes: Any) -> None:
+    """Ask for all lines of a run."""
+    with e.loop(e.builder.sdiv(num_bytes, e.integer(_LINE_BYTES))) as loop:
+        _fetch(e, e.add(run, e.times(loop.index, _LINE_BYTES)))
 
 
 def _two_at_a_time(e: Any, count: Any, body: Callable[[Any, int], None]) -> None:
@@ -87,12 +105,12 @@ SCORED_AT_ONCE = (8, 4, 3, 2, 1)
 
 @routine()
 def score_pairs(
-    e: Any, q: Any, q_stride: Any, head_dim: Any, keys: Any, values: Any, num_blocks: Any, out: Any,
+    e: Any, q: Any, q_stride: Any, head_dim: Any, blocks: Any, ahead: Any, num_blocks: Any, out: Any,
     count: Any,
 ) -> None:  # fmt: skip
-    """out[v, 16 b + i] = q[v] times row i of block b. `keys` and `values` are tables of block addresses.
+    """out[v, 16 b + i] = q[v] times row i of block b of `blocks`, a table of runs.
 
-    `keys` has two entries more: what follows is fetched meanwhile, and the values beside.
+    While block b is read, run b of `ahead` is fetched.
     """
     pairs = e.builder.sdiv(head_dim, e.integer(2))
 
@@ -101,18 +119,16 @@ def score_pairs(
         sums = [[e.variable(e.fill(0.0)) for _ in range(2)] for _ in range(known)]
 
         def some(first: Any, together: int) -> None:
-            here = [_block(e, keys, e.add(first, i)) for i in range(together)]
-            ahead = [_block(e, keys, e.add(first, together + i)) for i in range(together)]
-            beside = [_block(e, values, e.add(first, i)) for i in range(together)]
+            here = [_block(e, blocks, e.add(first, i)) for i in range(together)]
+            following = [_run(e, ahead, e.add(first, i)) for i in range(together)]
             for pair in sums:
                 for total in pair:
                     e.set(total, e.fill(0.0))
             with e.loop(pairs) as loop:
                 line = e.times(loop.index, 4 * LANES)
                 parts = [e.load(e.add(block, line), INTS) for block in here]
-                if known <= SCORED_AT_ONCE[1]:
-                    for block in (*ahead, *beside):
-                        e.prefetch(e.add(block, line))
+                for run in following:
+                    _fetch(e, e.add(run, line))
                 for row, pair in zip(rows, sums, strict=True):
                     x = e.broadcast(e.load(e.add(row, e.times(loop.index, 4)), I32))
                     for part, total in zip(parts, pair, strict=False):
@@ -129,7 +145,7 @@ def score_pairs(
 
 @routine()
 def score_codes(
-    e: Any, q: Any, q_stride: Any, head_dim: Any, keys: Any, values: Any, num_blocks: Any, out: Any,
+    e: Any, q: Any, q_stride: Any, head_dim: Any, blocks: Any, ahead: Any, num_blocks: Any, out: Any,
     count: Any,
 ) -> None:  # fmt: skip
     """What score_pairs does, for keys as codes; q[v] are high bytes, low bytes and a record."""
@@ -143,22 +159,23 @@ def score_codes(
         sums = [[[e.variable(zero) for _ in range(2)] for _ in range(2)] for _ in range(known)]
 
         def some(first: Any, together: int) -> None:
-            here = [_block(e, keys, e.add(first, i)) for i in range(together)]
-            ahead = [_block(e, keys, e.add(first, together + i)) for i in range(together)]
-            beside = [_block(e, values, e.add(first, i)) for i in range(together)]
+            here = [_block(e, blocks, e.add(first, i)) for i in range(together)]
+            following = [_run(e, ahead, e.add(first, i)) for i in range(together)]
             for of_row in sums:
                 for total in (*of_row[0], *of_row[1]):
                     e.set(total, zero)
             with e.loop(quads) as loop:
                 line, place = e.times(loop.index, 4 * LANES), e.times(loop.index, 4)
                 parts = [e.load(e.add(block, line), INTS) for block in here]
-                for block in (*ahead, *beside):
-                    e.prefetch(e.add(block, line))
+                for run in following:
+                    _fetch(e, e.add(run, line))
                 for index, of_row in enumerate(sums):
                     for half, total in zip((rows, lows), of_row, strict=True):
                         x = e.broadcast(e.load(e.add(half[index], place), I32))
                         for part, slot in zip(parts, total, strict=False):
                             e.set(slot, e.dot(e.get(slot), part, x, is_signed=True))
+            for run in following:
+                _fetch(e, e.add(run, e.times(head_dim, LANES)))
             target = e.add(out, e.times(first, 4 * LANES))
             for index, (high, low) in enumerate(sums):
                 record = e.add(lows[index], head_dim)
@@ -332,12 +349,13 @@ def _columns(e: Any, head_dim: Any, at_once: int, body: Callable[[Any, int], Non
 
 @routine()
 def blend_pairs(
-    e: Any, weights: Any, blocks: Any, num_rows: Any, head_dim: Any, totals: Any, states: Any,
-    count: Any,
+    e: Any, weights: Any, blocks: Any, ahead: Any, num_rows: Any, head_dim: Any, totals: Any,
+    states: Any, count: Any,
 ) -> None:  # fmt: skip
     """Let a segment's weighted sums of values join totals[v], for `count` vectors.
 
-    `blocks` is a table of block addresses. What lies past num_rows counts as zero, whatever it is.
+    `blocks` is a table of runs from its first values on; while block b is read, run b of `ahead` is fetched.
+    What lies past num_rows counts as zero, whatever it is.
     """
     builder = e.builder
     column_bytes = 2 * LANES * LANES
@@ -358,13 +376,17 @@ def blend_pairs(
                     e.set(total, e.fill(0.0))
 
             def add(block: Any, index: Any, pair: Any, mask: Any) -> None:
-                line = e.add(e.add(block, inside), e.times(pair, 4 * LANES))
+                place = e.add(inside, e.times(pair, 4 * LANES))
+                line = e.add(block, place)
                 parts = [e.load(line, INTS, column_bytes * i) for i in range(together)]
+                following = e.add(_run(e, ahead, index), place)
+                for i in range(together):
+                    _fetch(e, e.add(following, column_bytes * i))
                 if mask is not None:
                     parts = [builder.and_(part, mask) for part in parts]
                 offset = e.add(e.times(index, 2 * LANES), e.times(pair, 4))
-                for place, of_vector in zip(places, sums, strict=True):
-                    x = e.broadcast(e.load(e.add(place, offset), I32))
+                for codes, of_vector in zip(places, sums, strict=True):
+                    x = e.broadcast(e.load(e.add(codes, offset), I32))
                     for part, total in zip(parts, of_vector, strict=False):
                         e.set(total, e.dot_brain(e.get(total), part, x))
 
@@ -393,8 +415,8 @@ def blend_pairs(
 
 @routine()
 def blend_codes(
-    e: Any, weights: Any, blocks: Any, num_rows: Any, head_dim: Any, totals: Any, states: Any,
-    count: Any,
+    e: Any, weights: Any, blocks: Any, ahead: Any, num_rows: Any, head_dim: Any, totals: Any,
+    states: Any, count: Any,
 ) -> None:  # fmt: skip
     """What blend_pairs does, for values and weights as codes; weights past num_rows are zero."""
     builder = e.builder
@@ -415,12 +437,16 @@ def blend_codes(
                     e.set(low, zero)
 
             def add(block: Any, index: Any, quad: Any) -> None:
-                line = e.add(e.add(block, inside), e.times(quad, 4 * LANES))
+                place = e.add(inside, e.times(quad, 4 * LANES))
+                line = e.add(block, place)
                 parts = [e.load(line, INTS, column_bytes * i) for i in range(together)]
+                following = e.add(_run(e, ahead, index), place)
+                for i in range(together):
+                    _fetch(e, e.add(following, column_bytes * i))
                 offset = e.add(e.times(index, _BYTE_BLOCK), e.times(quad, 4))
-                for place, of_vector in zip(places, sums, strict=True):
+                for codes, of_vector in zip(places, sums, strict=True):
                     for half in range(2):
-                        code = e.load(e.add(place, offset), I32, LANES * half)
+                        code = e.load(e.add(codes, offset), I32, LANES * half)
                         for part, total in zip(parts, of_vector, strict=False):
                             dot = e.dot(
                                 e.get(total[half]), e.broadcast(code), part, is_signed=False

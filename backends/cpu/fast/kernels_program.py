@@ -22,8 +22,11 @@ from headrace.backends.cpu.fast.intrinsics import (
     yield_core,
 )
 from headrace.backends.cpu.fast.kernels_attend import (
-    attend_item,
+    attend_unit,
+    block_at,
     block_size_of,
+    fetch_unit,
+    layer_of,
     write_codes,
     write_pairs,
 )
@@ -111,12 +114,11 @@ def run_rope_row(op, parameters, row, q, k, v):  # type: ignore[no-untyped-def]
     block_size = parameters[at.BLOCK_SIZE]
     per_page = block_size // LANES
     page, inside = slot // block_size, slot % block_size
-    planes = longs(parameters[at.LAYERS] + op[at.LAYER] * 16, 2)
-    form = parameters[at.KV_FORM]
+    layer, form = layer_of(op, parameters), parameters[at.KV_FORM]
     block_bytes = block_size_of(head_dim, form)
     for head in range(kv_heads):
-        block = ((page * kv_heads + head) * per_page + inside // LANES) * block_bytes
-        keys, values = planes[0] + block, planes[1] + block
+        keys = block_at(layer, head, page, inside // LANES, (per_page, block_bytes))
+        values = keys + block_bytes
         offset = head * head_dim * 4
         if form == PAIRS:
             write_pairs(keys, values, k + offset, v + offset, head_dim, inside % LANES)
@@ -130,14 +132,16 @@ def run_attention(op, parameters, threads, counter, q, out, scratch):  # type: i
     starts = longs(parameters[at.ITEM_STARTS] + group * 8, 2)
     items_at = parameters[at.ITEMS] + starts[0] * at.ITEM_FIELDS * 8
     total = (starts[1] - starts[0]) * kv_heads
-    chunk = 1 if threads > 1 else max(1, total)
-    while True:
-        begin = atomic_add(counter, chunk)
-        if begin >= total:
-            break
-        for index in range(begin, min(total, begin + chunk)):
-            item = longs(items_at + index // kv_heads * at.ITEM_FIELDS * 8, at.ITEM_FIELDS)
-            attend_item(op, parameters, item, index % kv_heads, q, out, scratch)
+    mine = atomic_add(counter, 1)
+    if mine < total:
+        fetch_unit(op, parameters, items_at, mine, scratch)
+    while (
+        mine < total
+    ):  # the next unit is taken early, so that its first keys and values come meanwhile
+        following = atomic_add(counter, 1)
+        ahead = following if following < total else -1
+        attend_unit(op, parameters, items_at, mine, ahead, (q, out, scratch))
+        mine = following
 
 
 @fast_kernel

@@ -1,34 +1,45 @@
-"""The KV pool of the fast path, in the order that kernels_attend_rows reads, resident only where written.
+"""The KV pool of the fast path, in the order that kernels_attend reads, resident only where written.
 
-A plane is [num_blocks, num_kv_heads, block_size / 16, ...]; `write_rows` and `read_rows` translate to rows.
+A group's memory is [spans, layers, num_kv_heads, blocks of a span, block_size / 16, 2, ...]: behind the keys of
+16 rows of one head lie their values, then those of the next block. Spans are a few megabytes of blocks, all
+their layers together, so that the pool is made of huge pages (with small ones reading from memory takes half as
+long again) and yet grows with the blocks that are written: by a span, not by a huge page for every layer.
+`write_rows` and `read_rows` translate to rows.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from headrace.backends.cpu.fast.arena import address, map_pages
 from headrace.backends.cpu.fast.intrinsics import LANES
 from headrace.backends.cpu.fast.kernels_attend_rows import CODES, PAIRS, block_bytes
+from headrace.backends.cpu.fast.layout import LAYER_FIELDS
 from headrace.types import KVGroupSpec
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+Number = TypeVar("Number", bound=np.generic)
 FORMS: Mapping[str, int] = {"bfloat16": PAIRS, "int8": CODES}
 """`kv_dtype` to how rows are kept."""
 
 
-@dataclass(frozen=True, slots=True)
-class LayerPlanes:
-    """One layer's keys and values, u1 [N, H, S, block_bytes]: a block of 16 rows is one run of bytes."""
+SPAN_BYTES = 8 << 20
+"""Of all layers of a group: what becomes resident with the first row written in a span, at most."""
+MAX_SPAN_BLOCKS = 64
 
-    keys: NDArray[np.uint8]
-    values: NDArray[np.uint8]
+
+@dataclass(frozen=True, slots=True)
+class LayerRuns:
+    """One layer's view of its group, u1 [spans, H, blocks of a span, S, 2, block_bytes]: keys, then values."""
+
+    runs: NDArray[np.uint8]
     head_dim: int
 
 
@@ -40,6 +51,12 @@ def bytes_per_block(groups: Sequence[KVGroupSpec], block_size: int, form: int) -
     )
 
 
+def _span_shift(group_bytes: int, num_blocks: int) -> int:
+    """Return log2 of the blocks in a span, of a group with `group_bytes` per block."""
+    most = min(MAX_SPAN_BLOCKS, max(1, SPAN_BYTES // group_bytes), max(1, num_blocks))
+    return most.bit_length() - 1
+
+
 class FastKVPool:
     """All layers of one model."""
 
@@ -48,43 +65,53 @@ class FastKVPool:
     ) -> None:
         self.block_size = block_size
         self.form = form
-        self._layers: dict[int, LayerPlanes] = {}
+        self._groups: list[NDArray[np.uint8]] = []
+        self._layers: dict[int, LayerRuns] = {}
         for group in groups:
-            runs = (num_blocks, group.num_kv_heads, block_size // LANES)
-            shape = (*runs, block_bytes(group.head_dim, form))
-            for layer in group.layers:
-                self._layers[layer] = LayerPlanes(_plane(shape), _plane(shape), group.head_dim)
+            if not group.layers:
+                continue
+            shift = _span_shift(bytes_per_block([group], block_size, form), num_blocks)
+            inner = (1 << shift, block_size // LANES, 2, block_bytes(group.head_dim, form))
+            spans = -(-num_blocks >> shift)
+            shape = (spans, len(group.layers), group.num_kv_heads, *inner)
+            count = math.prod(shape)
+            memory = map_pages(count)[:count].reshape(shape)
+            self._groups.append(memory)
+            for index, layer in enumerate(group.layers):
+                self._layers[layer] = LayerRuns(memory[:, index], group.head_dim)
 
     def addresses(self) -> NDArray[np.int64]:
-        """Return [layers, 2]: where each layer's keys and values are."""
-        table = np.zeros((max(self._layers, default=-1) + 1, 2), np.int64)
-        for layer, planes in self._layers.items():
-            table[layer] = address(planes.keys), address(planes.values)
+        """Return [layers, LAYER_FIELDS] (see layout)."""
+        table = np.zeros((max(self._layers, default=-1) + 1, LAYER_FIELDS), np.int64)
+        for number, layer in self._layers.items():
+            shift = layer.runs.shape[2].bit_length() - 1
+            table[number] = address(layer.runs), layer.runs.strides[0], shift
         return table
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks (source, target) byte for byte."""
-        for planes in self._layers.values():
+        for memory in self._groups:
+            size = memory.shape[3]
             for source, target in pairs:
-                planes.keys[target] = planes.keys[source]
-                planes.values[target] = planes.values[source]
+                copied = memory[source // size, :, :, source % size]
+                memory[target // size, :, :, target % size] = copied
 
     def read_rows(
         self, layer: int, slots: Sequence[int]
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Return keys and values [n, num_kv_heads, head_dim] f32."""
-        planes = self._layers[layer]
-        block, part, row = self._split(slots)
-        count, heads = len(block), planes.keys.shape[1]
+        chosen = self._layers[layer]
+        (span, block, part), row = self._split(layer, slots)
+        count, heads = len(block), chosen.runs.shape[1]
         if self.form == PAIRS:
-            all_keys, all_values = _pairs(planes)
-            keys = _widen(all_keys[block, :, part, :, row, :])  # [n, H, D / 2, 2]
-            values = _widen(all_values[block, :, part, :, row // 2, :, row % 2])
+            all_keys, all_values = _pairs(chosen)
+            keys = _widen(all_keys[span, :, block, part, :, row, :])  # [n, H, D / 2, 2]
+            values = _widen(all_values[span, :, block, part, :, row // 2, :, row % 2])
         else:
-            key_codes, value_codes = _codes(planes)
-            scales = [_scales(plane)[block, :, part, row] for plane in (planes.keys, planes.values)]
-            keys = (key_codes[block, :, part, :, row, :] ^ 0x80).view(np.int8)
-            values = value_codes[block, :, part, :, row // 4, :, row % 4].view(np.int8)
+            key_codes, value_codes = _codes(chosen)
+            scales = [scale[span, :, block, part, row] for scale in _scales(chosen)]
+            keys = (key_codes[span, :, block, part, :, row, :] ^ 0x80).view(np.int8)
+            values = value_codes[span, :, block, part, :, row // 4, :, row % 4].view(np.int8)
             keys, values = (
                 codes.reshape(count, heads, -1) * scale[..., None]
                 for codes, scale in zip((keys, values), scales, strict=True)
@@ -99,66 +126,63 @@ class FastKVPool:
         values: NDArray[np.float32],
     ) -> None:
         """Write keys and values [n, num_kv_heads, head_dim] f32, rounded as the forward rounds them."""
-        planes = self._layers[layer]
-        block, part, row = self._split(slots)
-        count, heads = len(block), planes.keys.shape[1]
+        chosen = self._layers[layer]
+        (span, block, part), row = self._split(layer, slots)
+        count, heads = len(block), chosen.runs.shape[1]
         if self.form == PAIRS:
-            all_keys, all_values = _pairs(planes)
-            all_keys[block, :, part, :, row, :] = _round(keys).reshape(count, heads, -1, 2)
+            all_keys, all_values = _pairs(chosen)
+            all_keys[span, :, block, part, :, row, :] = _round(keys).reshape(count, heads, -1, 2)
             columns = _round(values).reshape(count, heads, -1, LANES)
-            all_values[block, :, part, :, row // 2, :, row % 2] = columns
+            all_values[span, :, block, part, :, row // 2, :, row % 2] = columns
             return
-        coded_keys, coded_values = _codes(planes)
+        coded_keys, coded_values = _codes(chosen)
         (key_codes, key_scales), (value_codes, value_scales) = _quantize(keys), _quantize(values)
-        coded_keys[block, :, part, :, row, :] = (key_codes ^ 0x80).reshape(count, heads, -1, 4)
+        quads = (key_codes ^ 0x80).reshape(count, heads, -1, 4)
+        coded_keys[span, :, block, part, :, row, :] = quads
         coded_columns = value_codes.reshape(count, heads, -1, LANES)
-        coded_values[block, :, part, :, row // 4, :, row % 4] = coded_columns
-        _scales(planes.keys)[block, :, part, row] = key_scales
-        _scales(planes.values)[block, :, part, row] = value_scales
+        coded_values[span, :, block, part, :, row // 4, :, row % 4] = coded_columns
+        for all_scales, scales in zip(_scales(chosen), (key_scales, value_scales), strict=True):
+            all_scales[span, :, block, part, row] = scales
 
     def _split(
-        self, slots: Sequence[int]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        self, layer: int, slots: Sequence[int]
+    ) -> tuple[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]], NDArray[np.int64]]:
+        """Return each slot's span, block in it and 16 rows in that, and its row of those."""
         chosen = np.asarray(list(slots), np.int64)
-        inside = chosen % self.block_size
-        return chosen // self.block_size, inside // LANES, inside % LANES
+        blocks, inside = chosen // self.block_size, chosen % self.block_size
+        size = self._layers[layer].runs.shape[2]
+        return (blocks // size, blocks % size, inside // LANES), inside % LANES
 
 
-def _plane(shape: tuple[int, ...]) -> NDArray[np.uint8]:
-    """Zeros without huge pages: a block that is written must not make its neighbours resident."""
-    count = int(np.prod(shape))
-    return map_pages(count, huge=False)[:count].reshape(shape)
-
-
-def _pairs(planes: LayerPlanes) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
-    """Views of keys [N, H, S, D / 2, 16, 2] and values [N, H, S, D / 16, 8, 16, 2], bf16 as u2."""
-    runs, size = planes.keys.shape[:3], planes.head_dim
+def _pairs(layer: LayerRuns) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
+    """Views of keys [P, H, B, S, D / 2, 16, 2] and values [P, H, B, S, D / 16, 8, 16, 2], bf16 as u2."""
+    runs, size = layer.runs.view(np.uint16), layer.head_dim
     return (
-        planes.keys.view(np.uint16).reshape(*runs, size // 2, LANES, 2),
-        planes.values.view(np.uint16).reshape(*runs, size // LANES, LANES // 2, LANES, 2),
+        _split_last(runs[..., 0, :], (size // 2, LANES, 2)),
+        _split_last(runs[..., 1, :], (size // LANES, LANES // 2, LANES, 2)),
     )
 
 
-def _codes(planes: LayerPlanes) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Views of keys [N, H, S, D / 4, 16, 4] (code + 128) and values [N, H, S, D / 16, 4, 16, 4], u1."""
-    runs, size = planes.keys.shape[:3], planes.head_dim
-    keys, values = (plane[..., : LANES * size] for plane in (planes.keys, planes.values))
+def _codes(layer: LayerRuns) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Views of keys [P, H, B, S, D / 4, 16, 4] (code + 128) and values [P, H, B, S, D / 16, 4, 16, 4], u1."""
+    runs, size = layer.runs, layer.head_dim
     return (
-        _split_last(keys, (*runs, size // 4, LANES, 4)),
-        _split_last(values, (*runs, size // LANES, LANES // 4, LANES, 4)),
+        _split_last(runs[..., 0, : LANES * size], (size // 4, LANES, 4)),
+        _split_last(runs[..., 1, : LANES * size], (size // LANES, LANES // 4, LANES, 4)),
     )
 
 
-def _split_last(plane: NDArray[np.uint8], shape: tuple[int, ...]) -> NDArray[np.uint8]:
-    """Return a view: the bytes of a run are contiguous, the runs are not."""
-    inner = shape[3:]
-    strides = [int(np.prod(inner[index + 1 :])) for index in range(len(inner))]
-    return np.lib.stride_tricks.as_strided(plane, shape, (*plane.strides[:3], *strides))
+def _scales(layer: LayerRuns) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Views of the scales of keys and of values as codes, f32 [P, H, B, S, 16]."""
+    scales = layer.runs[..., -4 * LANES :].view(np.float32)
+    return scales[..., 0, :], scales[..., 1, :]
 
 
-def _scales(plane: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """View the scales of a plane of codes, f32 [N, H, S, 16]."""
-    return plane[..., -4 * LANES :].view(np.float32)
+def _split_last(runs: NDArray[Number], inner: tuple[int, ...]) -> NDArray[Number]:
+    """Return a view with the last axis as `inner`: the bytes of a run are contiguous, the runs are not."""
+    strides = [runs.itemsize * math.prod(inner[index + 1 :]) for index in range(len(inner))]
+    shape = (*runs.shape[:-1], *inner)
+    return np.lib.stride_tricks.as_strided(runs, shape, (*runs.strides[:-1], *strides))
 
 
 def _widen(rows: NDArray[np.uint16]) -> NDArray[np.float32]:

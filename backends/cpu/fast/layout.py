@@ -37,6 +37,10 @@ from __future__ import annotations
 ) = range(27)
 NUM_PARAMETERS = 64
 
+# --- a layer's row in the pool's table: see kv_pool -------------------------------
+LAYER_FIELDS = 3
+"""Where its first block is, bytes from one span of blocks to the next, log2 of the blocks in a span."""
+
 # --- an item of attention: some queries of a sequence and a run of segments of its rows ----
 (
     SEQUENCE,
