@@ -201,7 +201,7 @@ def heads_of_a_block(group: int) -> int:
 
 
 def uses_tensor_cores(group: int, stored: torch.dtype, activation: torch.dtype) -> bool:
-    """Say which kernel attends. CUDA cores keep up with memory to a group of 4, of 1 where bytes are half as many.
+    """Say which kernel attends. CUDA cores keep up with memory to a group of 4, with 8-bit rows to 1.
 
     Computed from issue slots per byte, not measured: docs/kernels.md says what a device must show.
     """

@@ -76,6 +76,7 @@ MUTANTS: Mapping[tuple[str, str], str] = {
 """(Define that removes a barrier, wait, bound or reduction; check that fails then) -> under which sanitizer."""
 
 SANITIZED = (
-    "decode", "tiles: fp8, window", "rope, int8", "norm", "add and norm", "silu", "linear int4", "draw_adjusted", "draw_ties",
+    "decode", "tiles: fp8, window", "rope, int8", "norm", "add and norm", "silu", "linear int4",
+    "draw_adjusted", "draw_ties",
 )  # fmt: skip
 """Checks that reach every kernel, run under each sanitizer."""

@@ -26,11 +26,13 @@ ROUNDING = {BF16: 2.0**-8, F16: 2.0**-10, F32: 2e-6, FP8: 2.0**-3, INT8: 2.0**-6
 
 
 def numbers(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
+    generator = torch.Generator("cpu").manual_seed(seed)
+    made = torch.randn(*shape, generator=generator, device="cpu") * scale
+    return made.to(torch.get_default_device())
 
 
 def assert_close(got: torch.Tensor, expected: np.ndarray[Any, Any], dtype: torch.dtype) -> None:
-    difference = np.abs(got.cpu().double().numpy() - expected)
+    difference = np.abs(got.double().cpu().numpy() - expected)
     share = 0.3 if dtype == INT8 else 0.01  # int8 codes are equally far apart
     bound = ROUNDING[dtype] * (np.abs(expected) + share * np.abs(expected).max(initial=0))
     assert (difference <= bound).all(), f"off by {difference.max()}"
@@ -41,7 +43,9 @@ def check_norm(kernels: Kernels, dtype: torch.dtype, size: int, num_groups: int 
     wide = numbers(3, size * num_groups + 16).to(dtype)
     x = wide[:, 8 : 8 + size * num_groups]
     weight = numbers(size, seed=1)
-    expected = NumpyOps().rms_norm(x.double().numpy(), weight.double().numpy(), 1e-5, num_groups)
+    expected = NumpyOps().rms_norm(
+        x.double().cpu().numpy(), weight.double().cpu().numpy(), 1e-5, num_groups
+    )
     x[1, 3] = torch.nan
     out = torch.full((3, size * num_groups), torch.nan, dtype=dtype)
     kernels.rms_norm(x, None, weight, 1e-5, num_groups, out)
@@ -56,7 +60,10 @@ def check_add_norm(kernels: Kernels, dtype: torch.dtype, size: int) -> None:
         numbers(size, seed=2),
     )
     expected = NumpyOps().add_rms_norm(
-        x.double().numpy(), residual.double().numpy(), weight.double().numpy(), 1e-6
+        x.double().cpu().numpy(),
+        residual.double().cpu().numpy(),
+        weight.double().cpu().numpy(),
+        1e-6,
     )
     out = torch.full_like(x, torch.nan)
     kernels.rms_norm(x, residual, weight, 1e-6, 1, out)
@@ -69,7 +76,7 @@ def check_gate(kernels: Kernels, dtype: torch.dtype, size: int, activation: int)
     x[0, :2] = torch.tensor([90.0, -90.0]).to(dtype)
     oracle = {SILU: NumpyOps().silu_mul, GELU_TANH: NumpyOps().gelu_mul}[activation]
     with np.errstate(over="ignore"):
-        expected = oracle(x.double().numpy())
+        expected = oracle(x.double().cpu().numpy())
     out = torch.full((3, size), torch.nan, dtype=dtype)
     kernels.gate(x, activation, out)
     assert_close(out, expected, dtype)
@@ -92,13 +99,13 @@ def check_rope_write(
     kernels.rope_write_kv((q, k, v), (cosines, sines), kv, *where, out)
     ops = NumpyOps()
     rotated = [
-        ops.rotate(x.double().numpy().reshape(tokens, -1, head_dim), table, positions)
+        ops.rotate(x.double().cpu().numpy().reshape(tokens, -1, head_dim), table, positions)
         for x in (q, k)
     ]
     assert_close(out, rotated[0].reshape(tokens, -1), dtype)
     written = [0, 2, 3]
     chosen = torch.tensor(slots[written])
-    values = v.double().numpy().reshape(tokens, kv_heads, head_dim)
+    values = v.double().cpu().numpy().reshape(tokens, kv_heads, head_dim)
     for plane, scale, expected in (
         (kv.keys, kv.key_scale, rotated[1][written]),
         (kv.values, kv.value_scale, values[written]),
@@ -140,7 +147,9 @@ def check_quantized_linear(
         minima = random.standard_normal(scales.shape).astype(np.float16)
         plain = values.reshape(out_size, -1) * np.repeat(scales, 32, axis=1).astype(np.float64)
         plain += np.repeat(minima, 32, axis=1)
-    expected = x.double().numpy() @ plain.T + (0 if bias is None else bias.double().numpy())
+    expected = x.double().cpu().numpy() @ plain.T + (
+        0 if bias is None else bias.double().cpu().numpy()
+    )
     weight = QuantizedWeight(
         torch.tensor(codes), torch.tensor(scales),
         None if minima is None else torch.tensor(minima), bias, in_size,
@@ -164,7 +173,9 @@ def check_draw(
     got = fetch_result(draw)
     np.testing.assert_array_equal(got.failed, expected.failed)
     np.testing.assert_array_equal(got.token_ids, expected.token_ids)
-    assert np.array_equal(on_device.numpy(), logits, equal_nan=True), "logits are left as they are"
+    assert np.array_equal(on_device.cpu().numpy(), logits, equal_nan=True), (
+        "logits are left as they are"
+    )
     if expected.logprobs is None:
         assert got.logprobs is None
         return
