@@ -84,7 +84,10 @@ class SimulatorLauncher:
 
 
 def changed_module(source: str, old: str, new: str, occurrence: int = 0) -> ModuleType:
-    """Return a module of kernels with one occurrence of `old` in its text exchanged. ValueError: there is none."""
+    """Return a module of kernels with one occurrence of `old` in its text exchanged.
+
+    ValueError where there is none.
+    """
     path = Path(str(importlib.import_module(f"{KERNELS}.{source}").__file__))
     parts = path.read_text().split(old)
     if occurrence + 1 >= len(parts):

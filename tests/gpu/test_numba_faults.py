@@ -61,7 +61,7 @@ BARRIERS = {"attention": "attention", "elementwise": "norm", "sampling": "draw"}
 """Module of kernels -> the check that must fail for every barrier it loses."""
 PLANTED: tuple[tuple[str, str, str, str], ...] = (
     ("attention", "wait_copies(NEWEST)", "wait_copies(STAGES)", "attention"),
-    ("attention", "fetch * ROWS_AT_ONCE + place, stop - 1)", "fetch * ROWS_AT_ONCE + place, stop)", "attention"),
+    ("attention", "* ROWS_AT_ONCE + place, stop - 1)", "* ROWS_AT_ONCE + place, stop)", "attention"),
     ("attention", "min(at_row + ROWS_AT_ONCE, stop - 1)", "at_row + ROWS_AT_ONCE", "attention"),
     ("attention", "if piece >= counts[0]:", "if False:", "attention"),
     ("attention", "if index >= counts[1]:", "if False:", "attention"),

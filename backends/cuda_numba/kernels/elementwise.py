@@ -213,7 +213,7 @@ def rope_write_kv(
 
     pool = P(pool_type)
     signature = types.void(
-        P(ELEMENTS[q]), i64, P(ELEMENTS[k]), i64, P(ELEMENTS[v]), i64, P(ELEMENTS[out]), i64, P(f32), P(f32), P(i32),
-        P(i64), pool, pool, P(f32), P(f32), i32, i32,
+        P(ELEMENTS[q]), i64, P(ELEMENTS[k]), i64, P(ELEMENTS[v]), i64, P(ELEMENTS[out]), i64,
+        P(f32), P(f32), P(i32), P(i64), pool, pool, P(f32), P(f32), i32, i32,
     )  # fmt: skip
     return KernelSource(kernel, signature, 32 * ROPE_WARPS)
