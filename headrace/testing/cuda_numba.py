@@ -114,4 +114,4 @@ def _argument(value: Any, kind: Any, name: str) -> Any:
     strides = zip(value.shape, value.stride(), strict=True)
     extent = (1 + sum((size - 1) * stride for size, stride in strides)) * value.element_size()
     memory = (ctypes.c_ubyte * extent).from_address(value.data_ptr())
-    return DeviceArray(np.frombuffer(memory, pointee, extent // pointee.itemsize), name)
+    return DeviceArray(np.ctypeslib.as_array(memory).view(pointee), name)

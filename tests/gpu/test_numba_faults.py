@@ -29,7 +29,7 @@ def attention(kernels: Kernels) -> None:
 
 def draw(kernels: Kernels) -> None:
     """Two rows, 300 tokens: top_k, top_p, listed tokens, penalties and a bias."""
-    columns = {
+    columns: dict[str, list[float]] = {
         "temperature": [3.0, 0.7], "top_k": [5, 0], "top_p": [0.5, 0.8], "num_logprobs": [3, -1],
         "repetition_penalty": [1.3, 1.0], "seeds": [6, 6], "positions": [1, 2],
     }  # fmt: skip

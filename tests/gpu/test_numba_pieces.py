@@ -87,15 +87,15 @@ def test_compiled_kernels_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     from headrace.backends.cuda_numba import compiling
 
     monkeypatch.setattr(compiling, "_folder", lambda: tmp_path / "kept")
-    asked = "elementwise", "gate", {"act": "f32", "out": "f32", "activation": 0}, "sm_90"
-    first = compiling.cached_kernel(*asked)
+    defines: dict[str, int | str] = {"act": "f32", "out": "f32", "activation": 0}
+    first = compiling.cached_kernel("elementwise", "gate", defines, "sm_90")
     assert first[1].startswith(b"\x7fELF")
 
     def not_again(made: object, architecture: str) -> None:
         raise AssertionError("it is in the cache")
 
     monkeypatch.setattr(compiling, "compile_kernel", not_again)
-    assert compiling.cached_kernel(*asked) == first
+    assert compiling.cached_kernel("elementwise", "gate", defines, "sm_90") == first
 
 
 def test_probe_says_what_is_missing() -> None:
