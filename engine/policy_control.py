@@ -70,7 +70,7 @@ class PolicyControl:
         self.keep(kind, choice)
         try:
             if await self._ask(CommitPolicy(swap_id)):
-                self._catch_up(kind, choice)
+                self.catch_up(kind, choice)
         except EngineFailed as error:
             structlog.get_logger("headrace.engine").warning(
                 "policy_swap_awaits_restart", replica=self._id, reason=str(error)
@@ -122,10 +122,11 @@ class PolicyControl:
         """Catch up on what was swapped while the engine was starting."""
         for kind, choice in self._kept.items():
             if self._started_with.get(kind) != choice:
-                self._catch_up(kind, choice)
+                self.catch_up(kind, choice)
         self._started_with = dict(self._kept)
 
-    def _catch_up(self, kind: str, choice: PolicyChoice) -> None:
+    def catch_up(self, kind: str, choice: PolicyChoice) -> None:
+        """Have a ready engine that was not asked prepare what is kept, and then use it."""
         swap_id = next(self._ids)
         self._catching_up.add(swap_id)
         self._send(PreparePolicy(swap_id, kind, choice))

@@ -137,8 +137,10 @@ class PolicyDesk:
             raise _refusal(refusals)
         for model in models:
             self._kept[model, kind] = choice
-        for _, control in controls:
+        for each, control in controls:
             control.keep(kind, choice)
+            if each.client.state == "ready" and (each, control) not in asked:
+                control.catch_up(kind, choice)  # it became ready while the others were asked
         await asyncio.gather(
             *[
                 control.commit(answer, kind, choice)
