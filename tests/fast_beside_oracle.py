@@ -42,7 +42,6 @@ def settings_for(
     num_threads: int = 2, block_size: int = 16, kv_dtype: str = "bfloat16"
 ) -> EngineSettings:
     return EngineSettings(
-        activations="precise",
         num_threads=num_threads,
         block_size=block_size,
         max_model_len=MAX_POSITIONS,

@@ -71,7 +71,7 @@ class CpuBackend:
         if settings.activations == "int8":
             raise ConfigError(
                 f"models.*.engine.activations is {settings.activations}, which only the CPU's fast path "
-                f"computes, and that cannot serve '{model.name}' here: {reason}; set it to auto"
+                f"computes, and that cannot serve '{model.name}' here: {reason}; set it to precise"
             )
         if settings.kv_dtype == "int8":
             raise ConfigError(

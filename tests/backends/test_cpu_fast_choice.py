@@ -137,7 +137,7 @@ from headrace.types import EngineSettings
 
 backend = CpuBackend.open(0, None, SystemClock())
 model = open_checkpoint(pathlib.Path(sys.argv[1]))
-settings = EngineSettings(max_model_len=256, num_threads=2, activations="precise")
+settings = EngineSettings(max_model_len=256, num_threads=2)
 runner = backend.create_runner(model, SingleRank(), settings)
 runner.allocate(4)
 tokens = list(range(40, 73))

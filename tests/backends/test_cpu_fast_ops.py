@@ -175,20 +175,6 @@ def test_activations_of_8_bits(scheme: str) -> None:
     assert (np.abs(found - expected) > 1e-4 * np.abs(expected).max()).any()
 
 
-@pytest.mark.parametrize("schemes", [*((each,) for each in BLOCK_SCHEMES), ("q8_0", "q4_1")])
-def test_activations_have_8_bits_where_some_weight_has_fewer(schemes: tuple[str, ...]) -> None:
-    inputs = 512 if schemes[0].endswith("k") else 96
-    parts = [random_blocks(scheme, 48, inputs) for scheme in schemes]
-    model = product_model(parts, input_rows(inputs))
-    found = {}
-    for activations in ("auto", "precise", "int8"):
-        settings = msgspec.structs.replace(settings_for(), activations=activations)
-        found[activations], _ = both(model, [rows_batch(3)], settings)
-    assert not np.array_equal(found["precise"], found["int8"])
-    alike = "precise" if schemes == ("q8_0",) else "int8"
-    np.testing.assert_array_equal(found["auto"], found[alike])
-
-
 @pytest.mark.parametrize("scheme", ["f32", "f16", "bf16"])
 def test_products_of_plain_weights_round_them_to_bf16_alone(scheme: str) -> None:
     dense = bf16_exact(RANDOM.standard_normal((45, 64)))

@@ -44,8 +44,6 @@ FORMS: Mapping[str, tuple[int, int]] = {
 }
 """Scheme -> its number in kernels_packing and the form of its tiles."""
 SCHEMES = frozenset(FORMS)
-COARSE = frozenset(scheme for scheme in FORMS if scheme.startswith(("q4", "q5", "q6")))
-"""Of fewer than 8 bits."""
 
 
 class UnsupportedModel(Exception):
@@ -87,15 +85,12 @@ class Packer:
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
-        self.has_coarse = False
-        """Whether a weight was of fewer than 8 bits."""
 
     def hold(
         self, parts: Sequence[WeightPart], bias: NDArray[np.float32] | None = None
     ) -> HeldWeight:
         """UnsupportedModel where sizes do not fit tiles."""
         gathered = [parts[index] for index in range(len(parts))]
-        self.has_coarse |= any(part.scheme in COARSE for part in gathered)
         in_size = gathered[0].shape[1]
         if in_size % GROUP:
             raise UnsupportedModel(

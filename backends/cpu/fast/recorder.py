@@ -104,7 +104,7 @@ class Recorder:
 
     def __init__(self, groups: Sequence[KVGroupSpec], activations: str) -> None:
         """`activations` is EngineSettings.activations: how those are coded which meet integer weights."""
-        self._activations = activations
+        self._coding = {"precise": WIDE, "int8": NARROW}[activations]
         self._packer = Packer(Arena())
         self._group_of = {layer: index for index, g in enumerate(groups) for layer in g.layers}
         self._head_dims = {layer: group.head_dim for group in groups for layer in group.layers}
@@ -153,7 +153,7 @@ class Recorder:
         return out
 
     def linear(self, x: Activation, weight: HeldWeight) -> Activation:
-        codings = [BRAIN if run.form == PLAIN else self._coding() for run in weight.runs]
+        codings = [BRAIN if run.form == PLAIN else self._coding for run in weight.runs]
         coded = {coding: self._as_codes(x, coding) for coding in dict.fromkeys(codings)}
         out = self._value(self._values[x.value].domain, weight.out_size)
         for index, run in enumerate(weight.runs):
@@ -169,17 +169,6 @@ class Recorder:
             }
             self._emit(at.LINEAR, {at.IN: coded[codings[index]], at.OUT: target}, fields)
         return out
-
-    def _coding(self) -> int:
-        """Return how activations are coded that meet integer weights.
-
-        auto: as finely as the model deserves. Having weights of four to six bits costs far more than int8
-        activations do; having them of eight does not.
-        """
-        is_int8 = (
-            self._packer.has_coarse if self._activations == "auto" else self._activations == "int8"
-        )
-        return NARROW if is_int8 else WIDE
 
     def rms_norm(
         self, x: Activation, weight: HeldVector, eps: float, num_groups: int = 1
