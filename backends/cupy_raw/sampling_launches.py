@@ -6,6 +6,8 @@ launches and the finish.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -82,7 +84,7 @@ def launch_sampling(
 def _draw_and_finish(
     launcher: Launcher,
     defines: dict[str, int],
-    rows: np.void,
+    rows: Any,
     shares: int,
     draw: Draw,
     adjust_failed: torch.Tensor,

@@ -67,7 +67,7 @@ class Fetch:
                 )
                 for tensor in wanted
             ]
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
     def result(self) -> StepResult:

@@ -30,7 +30,7 @@ class LongAttention:
         out: torch.Tensor,
     ) -> None:
         """Write the rows of `out` [T, heads * head_dim] that belong to `sequence`."""
-        queries = q[sequence.first : sequence.last].unflatten(1, (spec.num_heads, spec.head_dim))
+        queries = q[sequence.first : sequence.last].view(-1, spec.num_heads, spec.head_dim)
         attended = self._through_pool(queries, kv, spec, sequence)
         if attended is None:
             attended = attend_gathered(queries, kv, spec, sequence)
@@ -102,7 +102,10 @@ def _attend(
             enable_gqa=group > 1,
         )  # fmt: skip
         return attended[0]
-    scores = queries.unflatten(0, (-1, group)).float() @ keys[:, None].transpose(2, 3).float()
+    scores = (
+        queries.reshape(-1, group, *queries.shape[1:]).float()
+        @ keys[:, None].transpose(2, 3).float()
+    )
     scores = scores * spec.scale
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)

@@ -60,8 +60,8 @@ MUTANTS: Mapping[tuple[str, str], str] = {
     ("BUG_NO_SYNC_BEFORE_REUSE", "hidden rows, group of 8"): "thread",
     ("BUG_NO_BARRIER_AFTER_QUERY", "hidden rows, group of 8"): "none",
     ("BUG_NO_BARRIER_IN_SUM", "norm"): "none",
-    ("BUG_NO_BARRIER_BEFORE_BIAS", "draw_adjusted"): "thread",
-    ("BUG_NO_BARRIER_BEFORE_PENALTIES", "draw_adjusted"): "thread",
+    ("BUG_NO_BARRIER_BEFORE_BIAS", "draw_small"): "thread",
+    ("BUG_NO_BARRIER_BEFORE_PENALTIES", "draw_small"): "thread",
     ("BUG_NO_BARRIER_IN_STATISTICS", "draw_filters"): "none",
     ("BUG_NO_BARRIER_IN_SCAN", "draw_filters"): "none",
     ("BUG_NO_BARRIER_BEFORE_COUNTS", "draw_filters"): "none",
@@ -77,6 +77,6 @@ MUTANTS: Mapping[tuple[str, str], str] = {
 
 SANITIZED = (
     "decode", "tiles: fp8, window", "rope, int8", "norm", "add and norm", "silu", "linear int4",
-    "draw_adjusted", "draw_ties",
+    "draw_small",
 )  # fmt: skip
 """Checks that reach every kernel, run under each sanitizer."""

@@ -88,7 +88,8 @@ def check_rope_write(
     """Rotation and write into shuffled slots; slot -1 writes nothing; unnamed slots keep what they held."""
     heads, kv_heads, tokens, num_slots = 3, 2, 4, 32
     qkv = numbers(tokens, (heads + 2 * kv_heads) * head_dim).to(dtype)
-    q, k, v = qkv.split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], dim=1)
+    sizes = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
+    q, k, v = torch.split_with_sizes(qkv, sizes, dim=1)
     angles = np.outer(np.arange(50), 1.0 / (np.arange(half) + 1))
     table = NumpyRopeTable(np.cos(angles), np.sin(angles))
     cosines, sines = (torch.tensor(part, dtype=F32) for part in (table.cosines, table.sines))
@@ -139,7 +140,9 @@ def check_quantized_linear(
     bias = numbers(out_size, seed=3) if tokens % 2 else None
     minima = None
     if bits == 8:
-        codes = random.integers(-127, 128, (out_size, in_size)).astype(np.int8)
+        codes: np.ndarray[Any, Any] = random.integers(-127, 128, (out_size, in_size)).astype(
+            np.int8
+        )
         plain = codes * np.repeat(scales, 32, axis=1).astype(np.float64)
     else:
         values = random.integers(0, 16, (out_size, in_size // 32, 32)).astype(np.uint8)
@@ -245,6 +248,18 @@ def draw_adjusted(kernels: Kernels) -> None:
     check_draw(kernels, _random_logits(rows, vocab), sampling, masks)
 
 
+def draw_small(kernels: Kernels) -> None:
+    """Every pass over two short rows: what a thread sanitizer has time for."""
+    columns = {
+        "temperature": [0.9, 1.2], "top_k": [40, 0], "top_p": [0.9, 0.7], "num_logprobs": [3, -1],
+        "repetition_penalty": [1.3, 1.0], "presence_penalty": [0.5, 0.0], "seeds": [3, 4],
+    }  # fmt: skip
+    history = [{token: token % 2 for token in range(0, 150, 3)}, {}]
+    bias = [{token: -1.0 for token in range(0, 150, 2)}, {}]
+    sampling = sampling_batch(2, columns, histories=history, biases=bias)
+    check_draw(kernels, _random_logits(2, 150), sampling)
+
+
 def draw_broken_rows(kernels: Kernels) -> None:
     """NaN, no finite logit and +inf fail their own rows; -inf among others does not."""
     logits = _random_logits(6, 300)
@@ -266,7 +281,7 @@ def draw_whole_vocabulary_listed(kernels: Kernels) -> None:
 DRAW_CASES: Mapping[str, Callable[[Kernels], None]] = {
     check.__name__: check
     for check in (
-        draw_filters, draw_large_vocabulary, draw_ties, draw_adjusted, draw_broken_rows,
+        draw_filters, draw_small, draw_large_vocabulary, draw_ties, draw_adjusted, draw_broken_rows,
         draw_whole_vocabulary_listed,
     )
 }  # fmt: skip

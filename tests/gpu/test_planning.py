@@ -78,7 +78,7 @@ def test_a_bucket_holds_its_step_and_wastes_little(count: int, most: int) -> Non
 
 
 def test_sampling_says_which_passes_a_batch_needs() -> None:
-    columns = {"temperature": [0, 1], "top_k": [5, 99], "top_p": [0.5, 1]}
+    columns: dict[str, Any] = {"temperature": [0, 1], "top_k": [5, 99], "top_p": [0.5, 1]}
     packed = pack_sampling(sampling_batch(2, columns), None, 50)
     assert not packed.filters_by_count, "greedy rows and a top_k beyond the vocabulary cut nothing"
     assert not packed.filters_by_mass and not packed.adjusts and packed.most_logprobs == -1
