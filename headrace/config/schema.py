@@ -19,7 +19,7 @@ Count = Annotated[int, Bounds(1, None)]
 Pause = Annotated[float, Unit("duration"), Bounds(0.01, None)]
 """Shorter, and the event loop would do nothing but wait for it."""
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
-KVDtypeName = Literal["auto", "float32", "bfloat16", "float16", "int8"]
+KVDtypeName = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dtype: DtypeName = "auto"
     """Activations and dense weights; auto: as the checkpoint stores them."""
     kv_dtype: KVDtypeName = "auto"
-    """Keys and values; auto: the same as dtype; int8: a scale per row and head, about half the memory."""
+    """Keys and values; auto: the same as dtype; int8, fp8 (GPUs): a scale per row and head, half the memory."""
     num_threads: Auto | Count = "auto"
     """Compute threads of one replica; auto: this host's CPUs shared by its replicas."""
     kv_memory: Auto | Bytes = "auto"
