@@ -250,7 +250,7 @@ def draw_adjusted(kernels: Kernels) -> None:
 
 def draw_small(kernels: Kernels) -> None:
     """Every pass over two short rows: what a thread sanitizer has time for."""
-    columns = {
+    columns: dict[str, Any] = {
         "temperature": [0.9, 1.2], "top_k": [40, 0], "top_p": [0.9, 0.7], "num_logprobs": [3, -1],
         "repetition_penalty": [1.3, 1.0], "presence_penalty": [0.5, 0.0], "seeds": [3, 4],
     }  # fmt: skip
