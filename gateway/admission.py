@@ -79,7 +79,7 @@ class AdmissionGate:
         ledger: Ledger | None = None,
         store: LimitStore | None = None,
     ) -> None:
-        self._policies = tuple(policies)
+        self.use(policies)
         self._ledger = Ledger() if ledger is None else ledger
         self.store: LimitStore = MemoryLimitStore() if store is None else store
         self.expected_output = ExpectedOutput()
@@ -104,6 +104,7 @@ class AdmissionGate:
     def use(self, policies: Sequence[AdmissionPolicy]) -> None:
         """Ask these from the next ticket on. What tickets inside hold, they keep."""
         self._policies = tuple(policies)
+        self._places = _places(policies)
 
     @property
     def policy_failures_total(self) -> int:
@@ -188,14 +189,14 @@ class AdmissionGate:
             view = replace(view, lane=ticket.lane)
         ticket.view = view
         charges: list[Charge] = []
-        for policy in self._policies:
+        for policy, place in zip(self._policies, self._places, strict=True):
             verdict = policy.admit(view, load, now)
             if isinstance(verdict, Reject):
                 raise self._refused(rejection(verdict))
             if isinstance(verdict, Queue):
                 self._wait(ticket, verdict)
                 return None
-            charges.extend(verdict.charges)
+            charges.extend(_at_place(place, verdict.charges) if place else verdict.charges)
         self._reserve(ticket, [charge for charge in charges if charge.replica_id])
         return [charge for charge in charges if not charge.replica_id]
 
@@ -220,12 +221,33 @@ class AdmissionGate:
 
     def _reserve(self, ticket: Ticket, charges: Sequence[Charge]) -> None:
         """Reserve KV blocks, all or none. A policy asks only for what it has seen to be free."""
+        wanted: Counter[str] = Counter()
         for charge in charges:
-            if self._ledger.reserved_blocks(charge.replica_id) + charge.amount > charge.limit:
+            wanted[charge.replica_id] += charge.amount
+            reserved = self._ledger.reserved_blocks(charge.replica_id)
+            if reserved + wanted[charge.replica_id] > charge.limit:
                 raise self._refused(pool_refusal(charge))
         for charge in charges:
             self._ledger.reserve(charge.replica_id, charge.amount)
             ticket.charges.append(charge)
+
+    def move(self, ticket: Ticket, replica_id: str, prompt_index: int | None) -> None:
+        """Keep a prompt's KV blocks (None: every prompt's) on the replica that serves it now.
+
+        As many as it was admitted with, whether or not they are free there: who was admitted is not
+        judged again, and who comes later finds the room taken where it is.
+        """
+        was_moved = False
+        for place, charge in enumerate(ticket.charges):
+            if charge.replica_id in ("", replica_id):
+                continue
+            if prompt_index is None or charge.prompt_index == prompt_index:
+                self._ledger.reserve(charge.replica_id, -charge.amount)
+                self._ledger.reserve(replica_id, charge.amount)
+                ticket.charges[place] = replace(charge, replica_id=replica_id)
+                was_moved = True
+        if was_moved:
+            self.wake()
 
     def _wait(self, ticket: Ticket, verdict: Queue) -> None:
         if ticket.lane == verdict.lane:
@@ -290,6 +312,21 @@ class AdmissionGate:
             rate.observe(ticket.num_tokens, now)
 
 
+def _places(policies: Sequence[AdmissionPolicy]) -> tuple[int, ...]:
+    """Return how many policies of the same name stand before each."""
+    before: Counter[str] = Counter()
+    places = []
+    for policy in policies:
+        places.append(before[policy.name])
+        before[policy.name] += 1
+    return tuple(places)
+
+
+def _at_place(place: int, charges: Sequence[Charge]) -> list[Charge]:
+    """Return the charges of a policy that is listed again, counted apart from those of its namesakes."""
+    return [replace(charge, key=f"{place + 1}/{charge.key}") for charge in charges]
+
+
 @dataclass(slots=True, eq=False)
 class Ticket:
     """One request's place. Use as a context manager: leaving it releases."""
@@ -322,6 +359,11 @@ class Ticket:
     def settle(self, outcome: Outcome, now: float) -> None:
         """Release, saying what became of the request."""
         self.gate.release(self, outcome, now)
+
+    def move(self, replica_id: str, prompt_index: int | None = None) -> None:
+        """Say where a prompt is served now (None: all of them), so that its KV blocks are kept there."""
+        if self.charges:
+            self.gate.move(self, replica_id, prompt_index)
 
     def headers(self) -> list[Header]:
         """Return what the answer's headers say of the caller's limits."""

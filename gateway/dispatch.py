@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import anyio
 
+from headrace.gateway.admission import Ticket
 from headrace.gateway.call import TargetModel
 from headrace.gateway.entrance import Placement
 from headrace.gateway.failover import with_failover
@@ -44,11 +45,14 @@ async def find_target(state: GatewayState, model: str | None) -> TargetModel:
     return TargetModel(card, await state.texts.get(card))
 
 
-async def run_requests(state: GatewayState, placements: Sequence[Placement], sink: Sink) -> None:
+async def run_requests(
+    state: GatewayState, ticket: Ticket, placements: Sequence[Placement], sink: Sink
+) -> None:
     """Run the prompts of one call side by side, each on an engine that the router chooses.
 
     A prompt whose replica fails moves to another one while nothing of it has gone out; any other
-    failure ends all. Leaving a stream early aborts its request.
+    failure ends all. Leaving a stream early aborts its request. The KV blocks that the ticket holds for a
+    prompt go with it.
     """
     pending = set(range(len(placements)))
     all_accepted = asyncio.Event()
@@ -56,6 +60,7 @@ async def run_requests(state: GatewayState, placements: Sequence[Placement], sin
     async def run_one(index: int, placement: Placement) -> None:
         async def on(replica: Replica, hold: Hold) -> None:
             assert replica.upstream is None
+            ticket.move(replica.id, index)
             client = cast("EngineClient", replica.client)
             async with client.stream(placement.request) as events:
                 if index in pending:

@@ -18,7 +18,7 @@ from headrace.gateway.call import Call
 from headrace.gateway.identity import identity_of
 from headrace.gateway.json_body import content_length
 from headrace.gateway.state import GatewayState
-from headrace.types import GenerationRequest, RoutingRequest, TicketView
+from headrace.types import GenerationRequest, PromptView, RoutingRequest, TicketView
 
 _HEAD_ASKS_AGAIN_SECONDS = 0.1
 _OTHERS_ASK_AGAIN_SECONDS = 5.0
@@ -105,7 +105,8 @@ async def admit_call(
     routing = [routing_request(state, request, call.session) for request in call.requests]
     if state.admission.is_open:
         return [Placement(*each) for each in zip(call.requests, routing, strict=True)]
-    most = call.num_choices * sum(
+    choices = call.num_choices
+    most = choices * sum(
         _reserved(state, request, call.card.max_model_len) for request in call.requests
     )
     view = parsed_view(arrival, call.card.name, routing, most)
@@ -115,9 +116,15 @@ async def admit_call(
     ]
     view = replace(
         view,
-        num_choices=len(routing) * call.num_choices,
-        expected_output_tokens=call.num_choices * sum(expected),
+        num_choices=len(routing) * choices,
+        expected_output_tokens=choices * sum(expected),
     )
+    if len(routing) > 1:
+        prompts = [
+            PromptView(each.num_prompt_tokens, choices * tokens, choices)
+            for each, tokens in zip(routing, expected, strict=True)
+        ]
+        view = replace(view, prompts=tuple(prompts))
     await pass_gate(state, ticket, view, routing)
     proposed = ticket.replica_ids or ("",) * len(routing)
     return [Placement(*each) for each in zip(call.requests, routing, proposed, strict=True)]
@@ -161,13 +168,19 @@ def _propose(
     routing: Sequence[RoutingRequest],
     now: float,
 ) -> TicketView:
-    """Ask routing where each prompt would go, and say of the first what its replica has seen."""
+    """Ask routing where each prompt would go, and say what its replica has seen of it."""
     if not routing:
         return view
     replicas = [state.router.choose(each, now) for each in routing]
     ticket.replica_ids = tuple(replica.id for replica in replicas)
-    cached = sum(map(state.router.matched_tokens, replicas, routing))
-    return replace(view, replica_id=ticket.replica_ids[0], cached_tokens=cached)
+    cached = list(map(state.router.matched_tokens, replicas, routing))
+    prompts = tuple(
+        replace(prompt, replica_id=replica.id, cached_tokens=tokens)
+        for prompt, replica, tokens in zip(view.prompts, replicas, cached, strict=False)
+    )
+    return replace(
+        view, replica_id=ticket.replica_ids[0], cached_tokens=sum(cached), prompts=prompts
+    )
 
 
 async def _wait(ticket: Ticket, is_head: bool, seconds_left: float) -> None:

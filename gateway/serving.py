@@ -26,8 +26,10 @@ from headrace.gateway.entrance import (
 from headrace.gateway.errors import send_json
 from headrace.gateway.failover import with_failover
 from headrace.gateway.json_body import decode_body
+from headrace.gateway.ledger import Hold
 from headrace.gateway.relay import Relay
 from headrace.gateway.relay_body import RelayedBody
+from headrace.gateway.replica import Replica
 from headrace.gateway.router import ModelGroup
 from headrace.gateway.sse import DONE, event_bytes
 from headrace.gateway.state import GatewayState
@@ -99,12 +101,13 @@ class Serving:
     async def _on_engines(self, call: Call, placements: list[Placement], outlet: Outlet) -> bytes:
         answer = self._answer_of(call)
         if outlet.writer is None:
-            await run_requests(self.state, placements, WholeDelivery(self.record, answer))
+            whole = WholeDelivery(self.record, answer)
+            await run_requests(self.state, self.ticket, placements, whole)
             outlet.has_said = True
             await send_json(outlet.send, answer.whole())
             return b""
         delivery = StreamDelivery(self.record, answer, outlet, outlet.writer)
-        await run_requests(self.state, placements, delivery)
+        await run_requests(self.state, self.ticket, placements, delivery)
         return event_bytes([*answer.last_chunks(), DONE])
 
     def _answer_of(self, call: Call) -> Answer:
@@ -129,10 +132,15 @@ class Serving:
         engines = [replica.id for replica in group.replicas if replica.upstream is None]
         salt = self.caller.identity.salt_elsewhere(relayed.fields.cache_salt or "")
         relay = Relay(self.record, relayed, self.headers, outlet, salt)
+
+        async def on(replica: Replica, hold: Hold) -> None:
+            self.ticket.move(replica.id)
+            await relay.run(replica, hold)
+
         await with_failover(
             self.state,
             routing,
-            relay.run,
+            on,
             relay.may_restart,
             excluding=engines,
             proposed=proposed,

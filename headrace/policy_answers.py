@@ -135,6 +135,8 @@ def _check_charge(charge: Any) -> None:
         raise Nonsense(f"no Charge: {charge!r}")
     if not (isinstance(charge.key, str) and isinstance(charge.replica_id, str)):
         raise Nonsense(f"the key or the replica of a charge is no text: {charge!r}")
+    if not isinstance(charge.prompt_index, int) or charge.prompt_index < 0:
+        raise Nonsense(f"the prompt of a charge is no index: {charge!r}")
     if charge.amount < 0 or charge.limit < 0 or (charge.window_seconds or 1.0) <= 0:
         raise Nonsense(f"a charge below zero: {charge!r}")
     amounts = (charge.amount, charge.limit, charge.capacity, charge.window_seconds or 1.0)

@@ -35,9 +35,9 @@ class RequestView:
     num_preemptions: int = 0
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class TenantService:
-    """What a tenant has been served since the engine started."""
+    """What a tenant has been served since the engine started. Frozen, as RequestView."""
 
     input_tokens: int = 0
     """Prompt tokens of requests that have started, once each, whatever was cached or recomputed."""
@@ -143,6 +143,20 @@ class ReplicaView:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptView:
+    """One prompt of a call with several."""
+
+    num_prompt_tokens: int = 0
+    expected_output_tokens: int = 0
+    """Of all its choices together."""
+    num_choices: int = 1
+    replica_id: str = ""
+    """The replica that routing proposes for it."""
+    cached_tokens: int = 0
+    """Prompt tokens that this replica is known to have seen."""
+
+
+@dataclass(frozen=True, slots=True)
 class TicketView:
     """One request at the door. At "arrival" only who asks and the size are known."""
 
@@ -167,6 +181,8 @@ class TicketView:
     """Of all choices together, learnt per tenant; max_output_tokens while nothing is known."""
     lane: str = ""
     """The lane the ticket waits in and heads; "" for one that does not wait."""
+    prompts: tuple[PromptView, ...] = ()
+    """Of a call with several, each by itself; empty for a call with one, which the other fields describe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +225,8 @@ class Charge:
     """ "requests", "tokens" or "blocks". A rate in tokens is settled to the tokens a request really used."""
     replica_id: str = ""
     """Set: KV blocks of this replica, reserved in the gateway's own ledger; else shared by all gateways."""
+    prompt_index: int = 0
+    """Of a call with several, the prompt that KV blocks are for: they go where it goes."""
 
     @property
     def capacity(self) -> int:

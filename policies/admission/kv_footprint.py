@@ -1,7 +1,8 @@
 """KV footprint: a request comes in when the KV blocks it can need are free on the replica proposed for it.
 
 It can need its prompt, less what that replica has of it, and the output that its tenant's requests usually
-stay below. Reserved blocks are given back when the request ends, so what was let in is never short of
+stay below. A call with several prompts comes in when there is room for each where it is proposed to go.
+Reserved blocks are given back when the request ends, so what was let in is never short of
 memory because of what came later. Who finds no room queues: urgent requests (priority below 0) before
 standard ones, those before batch (above 0), first come first served within a class. The queue is bounded
 in requests, in tokens and in time, and who would wait longer than that is told so at once.
@@ -17,6 +18,7 @@ from headrace.types import (
     AdmissionView,
     Admit,
     Charge,
+    PromptView,
     Queue,
     Reject,
     ReplicaView,
@@ -54,11 +56,9 @@ class KVFootprint:
                 view.queued_requests > 0 and view.queued_requests >= options.max_queued_requests
             )
             return self._queue_full(view) if is_full else Admit()
-        replica = next((each for each in view.replicas if each.id == ticket.replica_id), None)
-        if replica is None or replica.num_blocks == 0:
+        charges, there_is_room = self._charges(ticket, view)
+        if not charges:
             return Admit()
-        capacity = max(1, int(replica.num_blocks * options.pool_share))
-        needed = min(needed_blocks(ticket, replica), capacity)
         rank = (ticket.priority >= 0) + (ticket.priority > 0)
         lane = f"{ticket.model}/{_CLASSES[rank]}"
         waits_already = ticket.lane == lane
@@ -68,14 +68,8 @@ class KVFootprint:
             for each in view.lanes
             if each.name in before and not (waits_already and each.name == lane)
         ]
-        if not ahead and replica.reserved_blocks + needed <= capacity:
-            return Admit(
-                (
-                    Charge(
-                        f"kv/{replica.id}", needed, capacity, unit="blocks", replica_id=replica.id
-                    ),
-                )
-            )
+        if not ahead and there_is_room:
+            return Admit(charges)
         if waits_already:
             return Queue(lane, now + options.max_wait)
         tokens = ticket.num_prompt_tokens + ticket.expected_output_tokens
@@ -90,6 +84,36 @@ class KVFootprint:
             if wait > options.max_wait:
                 return self._too_long(wait)
         return Queue(lane, now + options.max_wait)
+
+    def _charges(self, ticket: TicketView, view: AdmissionView) -> tuple[tuple[Charge, ...], bool]:
+        """Return the blocks of each prompt that goes to a replica with a known pool, and whether all are free.
+
+        Who needs more than a pool needs all of it.
+        """
+        pools = {each.id: each for each in view.replicas if each.num_blocks}
+        needed: dict[str, int] = {}
+        charges: list[Charge] = []
+        there_is_room = True
+        for index, prompt in enumerate(ticket.prompts or (ticket,)):
+            pool = pools.get(prompt.replica_id)
+            if pool is None:
+                continue
+            capacity = max(1, int(pool.num_blocks * self._options.pool_share))
+            before = needed.get(pool.id, 0)
+            amount = min(needed_blocks(prompt, pool), capacity - before)
+            needed[pool.id] = before + amount
+            there_is_room &= pool.reserved_blocks + needed[pool.id] <= capacity
+            charges.append(
+                Charge(
+                    f"kv/{pool.id}",
+                    amount,
+                    capacity,
+                    unit="blocks",
+                    replica_id=pool.id,
+                    prompt_index=index,
+                )
+            )
+        return tuple(charges), there_is_room
 
     def _queue_full(self, view: AdmissionView) -> Reject:
         options = self._options
@@ -112,13 +136,13 @@ class KVFootprint:
         )
 
 
-def needed_blocks(ticket: TicketView, replica: ReplicaView) -> int:
-    """Return the KV blocks that a request can fill beyond what the replica holds of its prompt.
+def needed_blocks(prompt: PromptView | TicketView, replica: ReplicaView) -> int:
+    """Return the KV blocks that a prompt can fill beyond what the replica holds of it.
 
     Each choice after the first has its own last block.
     """
-    rows = ticket.num_prompt_tokens - ticket.cached_tokens + ticket.expected_output_tokens
-    return max(1, math.ceil(rows / replica.block_size)) + ticket.num_choices - 1
+    rows = prompt.num_prompt_tokens - prompt.cached_tokens + prompt.expected_output_tokens
+    return max(1, math.ceil(rows / replica.block_size)) + prompt.num_choices - 1
 
 
 def _retry_after(seconds: float) -> float:

@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 from headrace.errors import RateLimited, Unavailable
 from headrace.gateway.admission import AdmissionGate
 from headrace.testing.fake_gateway import FakeGateway, RawExchange, until
-from headrace.types import AdmissionView, Admit, Charge, Queue, Reject, TicketView
+from headrace.types import AdmissionView, Admit, Charge, PromptView, Queue, Reject, TicketView
 
 Verdict = Admit | Queue | Reject
 LOAD = AdmissionView()
@@ -137,6 +137,7 @@ def test_the_second_judgement_knows_the_request() -> None:
         num_choices=4,
         replica_id="tiny/0",
         expected_output_tokens=16,
+        prompts=(PromptView(2, 8, 2, "tiny/0"), PromptView(1, 8, 2, "tiny/0")),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -12,6 +12,7 @@ from headrace.errors import InvalidRequest, Unavailable
 from headrace.gateway.failover import MAX_ATTEMPTS
 from headrace.testing.fake_client import FakeClient
 from headrace.testing.fake_gateway import FakeGateway, RawExchange, parse_events, until
+from headrace.types import AdmissionView, Admit, Charge, TicketView
 
 CHAT = "/v1/chat/completions"
 ASK: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
@@ -150,5 +151,50 @@ def test_each_prompt_of_a_call_moves_by_itself() -> None:
             for choice in each["choices"]:
                 texts[choice["index"]] += choice["text"]
         assert texts == {0: "Hello world", 1: "Hello world"}
+
+    run(main)
+
+
+class Blocks:
+    """Lets everybody in, and reserves two KV blocks for each prompt where it is proposed to go."""
+
+    name: ClassVar[str] = "blocks"
+
+    def admit(self, ticket: TicketView, view: AdmissionView, now: float) -> Admit:
+        if ticket.stage == "arrival":
+            return Admit()
+        replicas = [each.replica_id for each in ticket.prompts or (ticket,)]
+        return Admit(
+            tuple(
+                Charge("kv", 2, 64, unit="blocks", replica_id=replica, prompt_index=index)
+                for index, replica in enumerate(replicas)
+            )
+        )
+
+
+@pytest.mark.parametrize("prompts", [["a"], ["a", "b"]], ids=["one", "two"])
+def test_reserved_blocks_go_where_the_request_goes(prompts: list[str]) -> None:
+    """Each prompt reserves where it runs: what the dead replica had promised is promised by the other."""
+
+    async def main() -> None:
+        fakes = [FakeClient(f"tiny/{place}") for place in range(2)]
+        gateway = FakeGateway(*fakes, admission=[Blocks()])
+        reserved = gateway.router.ledger.reserved_blocks
+        for fake in fakes:
+            fake.may_step.clear()
+        body = {"model": "tiny", "prompt": prompts}
+        exchange = RawExchange(gateway.app, "/v1/completions", body).start()
+        await until(lambda: sum(len(fake.requests) for fake in fakes) == len(prompts))
+        broken = next(fake for fake in fakes if fake.requests)
+        other = next(fake for fake in fakes if fake is not broken)
+        before = len(other.requests)
+        assert (reserved(broken.id), reserved(other.id)) == (2, 2 * before)
+        broken.die()
+        await until(lambda: len(other.requests) == len(prompts))
+        assert (reserved(broken.id), reserved(other.id)) == (0, 2 * len(prompts))
+        other.may_step.set()
+        assert (await exchange.finished()).status == 200
+        broken.become_ready()
+        gateway.assert_idle()
 
     run(main)

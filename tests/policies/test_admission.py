@@ -14,7 +14,15 @@ from headrace.gateway.ledger import Ledger
 from headrace.gateway.limit_store import MemoryLimitStore
 from headrace.plugins.manager import create_plugin_manager
 from headrace.plugins.registry import Registries
-from headrace.types import AdmissionView, Admit, Queue, Reject, ReplicaView, TicketView
+from headrace.types import (
+    AdmissionView,
+    Admit,
+    PromptView,
+    Queue,
+    Reject,
+    ReplicaView,
+    TicketView,
+)
 
 REGISTRIES = Registries.from_manager(create_plugin_manager(discover=False))
 ARRIVAL = TicketView("arrival", tenant="acme", organization="trade", num_body_bytes=100)
@@ -94,6 +102,26 @@ class TestTokenBucket:
         lonely = replace(ARRIVAL, tenant="d", organization="")
         assert gate.judge(gate.take(), lonely, AdmissionView(), 0.0)
         assert gate.refusals == {"requests": 1}
+
+    def test_two_entries_of_the_same_kind_are_counted_apart(self) -> None:
+        """A slow bucket and a quick one of the same tenant: neither takes from the other."""
+        gate = AdmissionGate(
+            [
+                make("token_bucket", requests_per_minute=60, concurrency=9),
+                make("kv_footprint"),
+                make("token_bucket", requests_per_minute=600, requests_burst=3, concurrency=4),
+            ]
+        )
+        tickets = [gate.take() for _ in range(4)]
+        for ticket in tickets[:3]:
+            assert gate.judge(ticket, ARRIVAL, AdmissionView(), 0.0)
+        assert gate.held == {"concurrency/tenant/0:/acme": 3, "2/concurrency/tenant/0:/acme": 3}
+        assert [state.used for state in tickets[2].states] == [3, 3, 3, 3]
+        with pytest.raises(RateLimited, match="600 requests per 60 s and 3 at once"):
+            gate.judge(tickets[3], ARRIVAL, AdmissionView(), 0.0)
+        for ticket in tickets:
+            gate.release(ticket)
+        assert gate.held == {}
 
     @pytest.mark.parametrize(
         ("outcome", "left"),
@@ -266,6 +294,56 @@ class TestKVFootprint:
         assert refusal.value.reason == "predicted_wait"
         assert (refusal.value.retry_after_seconds or 0) >= 1
         assert fleet.ask(now, priority=-1) is None, "before them there is only himself"
+
+    def test_each_prompt_of_a_call_reserves_where_it_goes(self) -> None:
+        """What is free of one pool is no room for a prompt that goes to the other."""
+        policy = make("kv_footprint")
+        prompts = (
+            PromptView(100, 60, 1, "r0"),
+            PromptView(20, 60, 1, "r1", cached_tokens=16),
+            PromptView(10, 60, 3, "r1"),
+        )
+        ticket = replace(PARSED, num_choices=5, prompts=prompts)
+
+        def admit(*reserved: int) -> Any:
+            replicas = [
+                ReplicaView(f"r{place}", num_blocks=12, reserved_blocks=blocks)
+                for place, blocks in enumerate(reserved)
+            ]
+            return policy.admit(ticket, AdmissionView(tuple(replicas)), 0.0)
+
+        charges = admit(2, 0).charges
+        assert [(charge.replica_id, charge.prompt_index, charge.amount) for charge in charges] == [
+            ("r0", 0, 10),
+            ("r1", 1, 4),
+            ("r1", 2, 7),
+        ]
+        assert isinstance(admit(2, 1), Admit)
+        assert isinstance(admit(3, 0), Queue) and isinstance(admit(0, 2), Queue)
+        ledger = Ledger()
+        gate = AdmissionGate([policy], ledger=ledger)
+        load = AdmissionView((ReplicaView("r0", num_blocks=12), ReplicaView("r1", num_blocks=9)))
+        held = gate.take()
+        assert gate.judge(held, ticket, load, 0.0), "who needs more than a pool gets all of it"
+        assert (ledger.reserved_blocks("r0"), ledger.reserved_blocks("r1")) == (10, 9)
+        held.move("r0", 2)
+        assert (ledger.reserved_blocks("r0"), ledger.reserved_blocks("r1")) == (15, 4)
+        held.move("r2")
+        assert ledger.reserved_blocks("r2") == 19 and not ledger.reserved_blocks("r0")
+        gate.release(held)
+        held.move("r0")
+        assert not any(ledger.reserved_blocks(f"r{place}") for place in range(3))
+
+    def test_blocks_that_move_wake_who_waits_for_them(self) -> None:
+        fleet = Fleet()
+        first = fleet.ask()
+        assert first is not None and fleet.ask() is None
+        woken: list[str] = []
+        fleet.last.wake = lambda: woken.append("now")
+        first.move("r0", 0)
+        assert woken == []
+        first.move("r1", 0)
+        assert woken == ["now"] and fleet.ask(1.0, fleet.last) is fleet.last
 
     def test_a_replica_that_tells_no_blocks_takes_all(self) -> None:
         policy = make("kv_footprint")
