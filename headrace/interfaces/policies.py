@@ -40,8 +40,8 @@ class SchedulingPolicy(Protocol):
       for again every 50 ms while a slot is free and the best waiting request does not fit.
     - `num_to_start(view: SchedulerView) -> int`: how many of the order just given may start; asked after
       each ranking. The others start one by one, when no prompt is being computed. Without it: all.
-    - `is_order_fixed = True` (class): which of two waiting requests goes first never changes, so
-      that a place that becomes free asks for no new order.
+    - `is_order_fixed = True` (class): which of two waiting requests goes first changes at the time of
+      `next_decision_at` only, or never, so that a place that becomes free asks for no new order.
     - `needs_prefixes = True` (class): `num_cached_tokens` of the waiting is brought up to date before
       they are ranked; otherwise it is what the cache held when they came.
     - `meets_tpot_targets = True` (class): `prefill_budget` looks after the decodes' TPOT targets, so the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import statistics
 from typing import Any
@@ -269,9 +270,69 @@ def test_low_priority_waits_for_a_bounded_time_only() -> None:
     urgent = [Job(0.02 * number, 200, 16, priority=0) for number in range(600)]
     low = Job(1.0, 200, 16, priority=3)
     ageing = PriorityFirst(PriorityFirst.Options(ageing=1.0))
-    strict = PriorityFirst(PriorityFirst.Options(ageing=None))
+    strict = PriorityFirst(PriorityFirst.Options(ageing=None, max_wait=None))
     assert serve(ageing, [low, *urgent])[0].ttft < 3 * 1.0 + 3.0
     assert serve(strict, [low, *urgent])[0].ttft > 11.0
+
+
+def beside_the_most_urgent(seconds: float) -> list[Job]:
+    """One low request beside more than can be served of a caller who claims the lowest number."""
+    low = Job(5.0, 6000, 4, priority=1, ttft_target_seconds=2.0)
+    urgent = Job(0.0, 3000, 4, priority=-1000, ttft_target_seconds=2.0, tpot_target_seconds=0.001)
+    times = [0.2 * number for number in range(int(seconds / 0.2))]
+    return [low, *[dataclasses.replace(urgent, at=at) for at in times]]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        PriorityFirst(PriorityFirst.Options(max_wait=10.0)),
+        PriorityFirst(PriorityFirst.Options(ageing=None, max_wait=10.0)),
+        LatencyTargets(LatencyTargets.Options(patience=10.0)),
+        ShortestFirst(ShortestFirst.Options(patience=10.0)),
+    ],
+    ids=["ageing", "strict", "slo", "shortest_first"],
+)
+def test_no_caller_chooses_how_long_others_wait(policy: SchedulingPolicy) -> None:
+    """A priority of -1000 was worth eight hours of ageing."""
+    jobs = beside_the_most_urgent(40.0)
+    served = serve(policy, jobs, awaited=0, until=40.0, max_num_sequences=4)
+    assert 10.0 < served[0].ttft < 10.0 + 3.0
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        PriorityFirst(PriorityFirst.Options(max_wait=None)),
+        LatencyTargets(LatencyTargets.Options(patience=1e9)),
+    ],
+    ids=["ageing", "slo"],
+)
+def test_without_the_bound_that_load_starves_others(policy: SchedulingPolicy) -> None:
+    jobs = beside_the_most_urgent(40.0)
+    served = serve(policy, jobs, awaited=0, until=40.0, max_num_sequences=4)
+    assert served[0].first_token_at < 0
+
+
+def test_by_default_the_lowest_number_holds_nobody_up_for_longer_than_the_check_allows() -> None:
+    jobs = beside_the_most_urgent(80.0)
+    for policy in (PriorityFirst(), LatencyTargets()):
+        served = serve(policy, jobs, awaited=0, until=80.0, max_num_sequences=4)
+        assert 60.0 < served[0].ttft < 65.0
+
+
+def test_who_has_waited_for_the_bound_goes_first_in_order_of_arrival() -> None:
+    policy = PriorityFirst(PriorityFirst.Options(ageing=5.0, max_wait=20.0))
+    facts = [("a", 3, 1.0), ("b", 9, 0.0), ("c", -1000, 20.5), ("d", 0, 15.0), ("e", 1, 14.0)]
+    waiting = [RequestView(name, priority=p, arrival_time=at) for name, p, at in facts]
+    orders = {}
+    for now in (19.0, 20.0, 21.0):
+        view = SchedulerView(now, 512, 0, 0, 10, 100)
+        orders[now] = "".join(each.request_id for each in policy.rank_waiting(waiting, view))
+        assert policy.next_decision_at(view) == {19.0: 20.0, 20.0: 21.0, 21.0: 34.0}[now]
+    assert orders == {19.0: "cdaeb", 20.0: "bcdae", 21.0: "bacde"}
+    victim = policy.choose_victim(waiting, SchedulerView(21.0, 512, 0, 0, 10, 100))
+    assert victim.request_id == "e"
 
 
 def test_urgent_requests_do_not_wait_behind_others() -> None:
