@@ -54,10 +54,14 @@ class PolicyControl:
         """Have the engine load a policy beside the one in force; return the swap's number.
 
         Raises InvalidRequest with the engine's reason where it refuses, EngineFailed where it does
-        not answer.
+        not answer: one that comes to an answer later keeps nothing of it.
         """
         swap_id = next(self._ids)
-        error = await self._ask(PreparePolicy(swap_id, kind, choice))
+        try:
+            error = await self._ask(PreparePolicy(swap_id, kind, choice))
+        except BaseException:
+            self.drop(swap_id)
+            raise
         if error:
             raise InvalidRequest(error, param="use")
         return swap_id

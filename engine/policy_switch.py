@@ -43,8 +43,15 @@ class PolicySwitch:
         self._loading = Watchdog()
         self._guards = dict(guards)
         self._create = create
-        self._prepared: dict[int, tuple[str, PolicyChoice, Any]] = {}
+        self._prepared: dict[int, tuple[str, PolicyChoice, Any] | None] = {}
+        """By swap; None while it is being loaded. One that is dropped meanwhile has no entry."""
+        self._prepared_lock = threading.Lock()
         self._failures_told = 0
+
+    @property
+    def num_prepared(self) -> int:
+        """Policies that are being loaded or wait to be committed."""
+        return len(self._prepared)
 
     def bench(self, reasons: Mapping[str, str]) -> None:
         """Let the built-in decide for these kinds, whose policies ended an engine before this one."""
@@ -58,12 +65,14 @@ class PolicySwitch:
     def handle(self, frame: PreparePolicy | CommitPolicy | DropPolicy, emit: Emit) -> None:
         """Act on a frame, in the engine's thread. `emit` may be called from any thread."""
         if isinstance(frame, PreparePolicy):
+            self._prepared[frame.swap_id] = None
             name = f"policy {frame.swap_id}"
             threading.Thread(
                 target=self._prepare, args=(frame, emit), name=name, daemon=True
             ).start()
         elif isinstance(frame, DropPolicy):
-            self._prepared.pop(frame.swap_id, None)
+            with self._prepared_lock:
+                self._prepared.pop(frame.swap_id, None)
         else:
             self._commit(frame.swap_id, emit)
 
@@ -95,7 +104,11 @@ class PolicySwitch:
                 error = f"kind '{frame.kind}' cannot be swapped in an engine; these can: {known}"
             else:
                 policy = load_policy(self._loading, self._create, frame.kind, frame.choice)
-                self._prepared[frame.swap_id] = (frame.kind, frame.choice, policy)
+                with self._prepared_lock:
+                    if frame.swap_id in self._prepared:
+                        self._prepared[frame.swap_id] = (frame.kind, frame.choice, policy)
         except HeadraceError as refusal:
             error = str(refusal)
+        if error:
+            self._prepared.pop(frame.swap_id, None)
         emit(PolicyPrepared(frame.swap_id, error))

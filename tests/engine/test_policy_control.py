@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import threading
 from typing import Any
 
+import pytest
+
+from headrace.engine import policy_control
 from headrace.engine.policy_control import PolicyControl
 from headrace.engine.policy_switch import PolicySwitch
+from headrace.errors import EngineFailed
 from headrace.policies.scheduling.fcfs import FirstComeFirstServed
 from headrace.policies.scheduling.priority import PriorityFirst
 from headrace.policy_guard import SchedulingGuard
 from headrace.policy_watchdog import Watchdog
-from headrace.types import PolicyChoice, PreparePolicy
+from headrace.types import CommitPolicy, DropPolicy, PolicyChoice, PreparePolicy
 
 PRIORITY = PolicyChoice("priority")
 
@@ -90,6 +95,50 @@ def test_what_was_swapped_while_it_started_is_caught_up_on_when_it_is_ready() ->
         assert engines.guard.policy.name == "priority"
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("is_loaded_when_dropped", [False, True])
+def test_a_policy_that_was_loaded_too_late_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch, is_loaded_when_dropped: bool
+) -> None:
+    """It stayed in the engine for ever: nobody could commit it, and nobody dropped it."""
+    monkeypatch.setattr(policy_control, "_ANSWER_SECONDS", 0.01)
+    sent: list[Any] = []
+    control = PolicyControl("r0", sent.append)
+    with pytest.raises(EngineFailed, match="did not answer"):
+        asyncio.run(control.prepare("scheduling", PRIORITY))
+    assert [type(frame) for frame in sent] == [PreparePolicy, DropPolicy]
+
+    may_load = threading.Event()
+    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def create(kind: str, choice: PolicyChoice) -> PriorityFirst:
+        assert may_load.wait(30)
+        return PriorityFirst()
+
+    guard = SchedulingGuard(FirstComeFirstServed(), FirstComeFirstServed())
+    switch = PolicySwitch({"scheduling": guard}, create, Watchdog())
+    switch.handle(sent[0], answers.put)
+    if is_loaded_when_dropped:
+        may_load.set()
+        assert answers.get(timeout=30).error == ""
+    switch.handle(sent[1], answers.put)
+    if not is_loaded_when_dropped:
+        may_load.set()
+        assert answers.get(timeout=30).error == ""
+    assert switch.num_prepared == 0
+    switch.handle(CommitPolicy(sent[0].swap_id), answers.put)
+    assert "nothing was prepared" in answers.get(timeout=30).error
+    assert guard.policy.name == "fcfs"
+
+
+def test_a_policy_that_cannot_be_loaded_leaves_nothing_behind() -> None:
+    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    guard = SchedulingGuard(FirstComeFirstServed(), FirstComeFirstServed())
+    switch = PolicySwitch({"scheduling": guard}, lambda kind, choice: 1 // 0, Watchdog())
+    switch.handle(PreparePolicy(7, "scheduling", PRIORITY), answers.put)
+    assert "ZeroDivisionError" in answers.get(timeout=30).error
+    assert switch.num_prepared == 0
 
 
 def test_what_hung_an_engine_stays_benched_until_another_is_kept() -> None:
