@@ -170,9 +170,7 @@ class Outcome:
     def _account(self, now: float) -> None:
         """Book what the tenants were given since the last call."""
         for tenant, num_tokens in self._drawn.items():
-            service = self._scheduler.service(tenant)
-            service.last_active = now
-            service.output_tokens += num_tokens
+            self._scheduler.book(tenant, now, output_tokens=num_tokens)
             self.generation_tokens_total += num_tokens
         self._drawn.clear()
 

@@ -11,6 +11,7 @@ room for the growth of the others is left, twice as much each time.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from types import MappingProxyType
 
 from headrace.engine.batch import BatchPlan, PlannedSequence
@@ -26,8 +27,8 @@ from headrace.types.views import set_fact
 MAX_RANK_PREEMPTIONS = 3
 """How often a sequence is taken back for one of higher priority; after that it keeps its place."""
 
-
-_MAX_TENANTS = 4096
+MAX_TENANTS = 4096
+"""Of whom is kept what they were served."""
 
 
 class Scheduler:
@@ -50,7 +51,8 @@ class Scheduler:
         """In the order in which they started to run, the oldest first."""
         self.num_pending = 0
         self.preemptions_total = 0
-        self.tenants: dict[str, TenantService] = {}
+        self.tenants: OrderedDict[str, TenantService] = OrderedDict()
+        """Whoever was served longest ago first."""
         self.num_slots = min(settings.max_num_sequences, settings.max_batched_tokens)
         self._free_slots = list(range(self.num_slots - 1, -1, -1))
         self._max_batched_tokens = settings.max_batched_tokens
@@ -119,21 +121,30 @@ class Scheduler:
         self.waiting.append(sequence)
         self._ranking.note_arrival(sequence)
 
-    def service(self, tenant: str) -> TenantService:
-        """Return what is kept of a tenant; of too many, those served longest ago are forgotten."""
+    def book(self, tenant: str, now: float, **tokens: int) -> None:
+        """Add tokens, by field of TenantService, to what a tenant was served.
+
+        Of too many tenants, those served longest ago are forgotten.
+        """
         service = self.tenants.get(tenant)
         if service is None:
-            if len(self.tenants) >= _MAX_TENANTS:
-                del self.tenants[min(self.tenants, key=lambda name: self.tenants[name].last_active)]
+            if len(self.tenants) >= MAX_TENANTS:
+                self.tenants.popitem(last=False)
             service = self.tenants[tenant] = TenantService()
-        return service
+        else:
+            self.tenants.move_to_end(tenant)
+        set_fact(service, "last_active", now)
+        for name, number in tokens.items():
+            set_fact(service, name, getattr(service, name) + number)
 
     def _start(self, sequence: Sequence) -> None:
         if sequence.index == 0 and sequence.num_preemptions == 0:
-            service = self.service(sequence.request.tenant)
-            service.input_tokens += sequence.num_tokens
-            service.cached_tokens += sequence.view.num_cached_tokens
-            service.last_active = self._view.now
+            self.book(
+                sequence.request.tenant,
+                self._view.now,
+                input_tokens=sequence.num_tokens,
+                cached_tokens=sequence.view.num_cached_tokens,
+            )
         sequence.status = Status.RUNNING
         sequence.slot = self._free_slots.pop()
         self.running.append(sequence)
