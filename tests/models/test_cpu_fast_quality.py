@@ -23,18 +23,22 @@ from headrace.types import EngineSettings, ForwardBatch
 
 TEXT = Path(__file__).with_name("english_text.txt")
 NUM_TOKENS, CHUNK, NUM_BLOCKS = 2000, 250, 126
-EVERY = {"smollm2_gguf": 1, "gemma3_gguf": 8}
-"""Logits are compared behind every n-th token: 2,000 rows of a vocabulary of 262,144 take minutes."""
+EVERY = {"smollm2_gguf": 4, "gemma3_gguf": 16}
+"""Logits are compared behind every n-th token of 2,000: all rows of a vocabulary of 262,144 take minutes."""
+REFERENCE_TOKENS = 500
+"""What "reference bf16" is held against: it takes longest and is a yardstick for the others."""
 REPRESENTATIONS: Mapping[str, dict[str, Any]] = {
     "reference bf16": {},
     "fast": {},
+    "fast, precise": {"activations": "precise"},
     "fast, KV int8": {"kv_dtype": "int8"},
 }
 LIMITS = {
     # model and representation: KL divergence from float32 at most, share of equal best tokens at least
     ("smollm2_gguf", "reference bf16"): (0.0005, 0.98),
-    ("smollm2_gguf", "fast"): (0.0002, 0.99),
-    ("smollm2_gguf", "fast, KV int8"): (0.0010, 0.97),
+    ("smollm2_gguf", "fast, precise"): (0.0002, 0.99),
+    ("smollm2_gguf", "fast"): (0.0040, 0.95),
+    ("smollm2_gguf", "fast, KV int8"): (0.0050, 0.94),
     ("gemma3_gguf", "reference bf16"): (0.0005, 0.95),
     ("gemma3_gguf", "fast"): (0.0002, 0.95),
     ("gemma3_gguf", "fast, KV int8"): (0.0080, 0.90),
@@ -66,9 +70,11 @@ class Candidate:
     """A runner that gives the logits behind a batch's sample rows."""
 
     def __init__(self, model: LoadedModel, name: str, settings: Mapping[str, Any]) -> None:
-        full = EngineSettings(num_threads=2, max_model_len=NUM_TOKENS, **settings)
+        is_fast = name.startswith("fast")
+        # torch's threads spin while one of them waits for a core: one takes half the time of two
+        full = EngineSettings(num_threads=2 if is_fast else 1, max_model_len=NUM_TOKENS, **settings)
         self.runner: FastRunner | OpsRunner
-        if name.startswith("fast"):
+        if is_fast:
             self.runner = FastRunner(model, SingleRank(), full)
         else:
             ops = CpuOps(full)
@@ -107,14 +113,19 @@ def test_divergence_from_float32(name: str, request: pytest.FixtureRequest) -> N
     tokens = english_tokens(model)
     assert len(tokens) == NUM_TOKENS
     exact = Candidate(model, "float32", {"dtype": "float32", "kv_dtype": "float32"})
-    candidates = {key: Candidate(model, key, more) for key, more in REPRESENTATIONS.items()}
+    candidates = {
+        key: Candidate(model, key, more)
+        for key, more in REPRESENTATIONS.items()
+        if (name, key) in LIMITS
+    }
     tallies = {key: Tally() for key in candidates}
     num_groups = len(exact.runner.kv_groups())
-    for batch in batches(tokens, EVERY[name], num_groups):
+    for step, batch in enumerate(batches(tokens, EVERY[name], num_groups)):
         logits = exact.logits(batch)
         wanted = logits, log_softmax(logits)
         for key, candidate in candidates.items():
-            tallies[key].add(wanted, candidate.logits(batch))
+            if key != "reference bf16" or step * CHUNK < REFERENCE_TOKENS:
+                tallies[key].add(wanted, candidate.logits(batch))
     for key, candidate in candidates.items():
         candidate.runner.close()
         divergence = np.concatenate(tallies[key].divergence)
