@@ -18,6 +18,8 @@ from headrace.backends.cuda_numba.compiling import cached_kernel
 if TYPE_CHECKING:
     from headrace.backends.gpu.device import Dimensions
 
+DEFAULT_SHARED_BYTES = 48 << 10
+"""Static and dynamic together, unless the driver is asked for more."""
 SCALARS = {
     np.dtype(np.int32): ctypes.c_int32,
     np.dtype(np.int64): ctypes.c_int64,
@@ -54,6 +56,8 @@ class NumbaKernel:
         key = grid, block, shared_bytes
         configuration = self._configurations.get(key)
         if configuration is None:
+            if shared_bytes > DEFAULT_SHARED_BYTES:
+                self._kernel.attributes.max_dynamic_shared_size_bytes = shared_bytes
             configuration = LaunchConfig(grid=grid, block=block, shmem_size=shared_bytes)
             self._configurations[key] = configuration
         stream = self._launcher.current_stream()

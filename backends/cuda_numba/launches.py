@@ -21,8 +21,13 @@ from headrace.backends.cuda_numba.kernels.source import (
 )
 from headrace.backends.cuda_numba.sampling_launches import launch_sampling
 from headrace.backends.gpu.device import Device, Launcher
-from headrace.backends.gpu.kernels import DeviceWork, Draw, QuantizedWeight
-from headrace.backends.gpu.kv_pool import KVLayer
+from headrace.backends.gpu.kernels import (
+    MAX_QUERY_ROWS,
+    DeviceWork,
+    Draw,
+    QuantizedWeight,
+)
+from headrace.backends.gpu.kv_pool import LARGEST, KVLayer
 from headrace.interfaces import AttentionSpec
 
 FORMATS = {
@@ -35,6 +40,7 @@ FORMATS = {
 MAX_HEADS = 8
 MAX_STATE = 64
 """Numbers of queries, and of sums, that a thread holds in registers; half of it before 8.9."""
+TENSOR_WARPS, TILE = 4, 16
 LOG2_E = 1.4426950408889634
 ATTENTION_THREADS = 128
 ROPE_WARPS, LINEAR_WARPS = 4, 4
@@ -50,26 +56,33 @@ class NumbaKernels:
         self._native_fp8 = int(int(device.architecture.removeprefix("sm_")) >= 89)
 
     def tile_tokens(self, spec: AttentionSpec, kv: KVLayer, dtype: torch.dtype) -> int:
-        return 1
+        group = spec.num_heads // spec.num_kv_heads
+        is_tile = uses_tensor_cores(spec, kv.keys.dtype, dtype, self._native_fp8)
+        return MAX_QUERY_ROWS // group if is_tile else 1
 
     def paged_attention(
         self, q: torch.Tensor, kv: KVLayer, spec: AttentionSpec, work: DeviceWork, out: torch.Tensor
     ) -> None:
         group = spec.num_heads // spec.num_kv_heads
         defines = attention_defines(spec, kv, q.dtype, self._native_fp8)
-        heads = int(defines["heads"])
         factor, cap = attention_factors(spec)
-        attend = self._launcher.kernel("attention", "attention_pieces", defines)
-        attend(
-            (len(work.pieces), spec.num_kv_heads, -(-group // heads)),
-            ATTENTION_THREADS,
-            0,
-            (
-                q, np.int64(q.stride(0)), kv.keys, kv.values, kv.key_scale, kv.value_scale, kv.bias,
-                work.block_table, np.int32(work.block_table.shape[1]), work.pieces, work.counts,
-                work.partial_rows, work.partial_sums, np.int32(spec.num_kv_heads), factor, cap,
-            ),
+        arguments = (
+            q, np.int64(q.stride(0)), kv.keys, kv.values, kv.key_scale, kv.value_scale, kv.bias,
+            work.block_table, np.int32(work.block_table.shape[1]), work.pieces, work.counts,
+            work.partial_rows, work.partial_sums, np.int32(spec.num_kv_heads), factor, cap,
         )  # fmt: skip
+        if uses_tensor_cores(spec, kv.keys.dtype, q.dtype, self._native_fp8):
+            rest = {key: value for key, value in defines.items() if key != "heads"}
+            rest["tile_rows"] = group * work.tile_tokens
+            attend = self._launcher.kernel("attention_tensor", "attention_tiles", rest)
+            grid = (len(work.pieces), spec.num_kv_heads, 1)
+            shared_bytes = tensor_shared_bytes(spec.head_dim, kv.keys.dtype)
+            window = np.int32(spec.sliding_window or 0)
+            attend(grid, ATTENTION_THREADS, shared_bytes, (*arguments, window))
+        else:
+            attend = self._launcher.kernel("attention", "attention_pieces", defines)
+            grid = (len(work.pieces), spec.num_kv_heads, -(-group // int(defines["heads"])))
+            attend(grid, ATTENTION_THREADS, 0, arguments)
         merge_defines: Mapping[str, int | str] = {
             "head_dim": spec.head_dim,
             "group": group,
@@ -188,6 +201,34 @@ class NumbaKernels:
 
     def sample(self, logits: torch.Tensor, draw: Draw) -> None:
         launch_sampling(self._launcher, self._device.num_multiprocessors, logits, draw)
+
+
+def uses_tensor_cores(
+    spec: AttentionSpec, stored: torch.dtype, activation: torch.dtype, native_fp8: int
+) -> bool:
+    """Say whether tensor cores serve this group of query heads per KV head, up to 16.
+
+    CUDA cores run out of issue slots before memory does above 4 heads, above 1 with 8-bit rows: computed
+    from instructions per byte, to be confirmed on a device. Before 8.9 the compiler has no registers for
+    wide heads, nor for fp8 without a conversion.
+    """
+    group = spec.num_heads // spec.num_kv_heads
+    if activation == torch.float32 or group > MAX_QUERY_ROWS:
+        return False
+    if not native_fp8 and (stored == torch.float8_e4m3fn or spec.head_dim > 128):
+        return False
+    if stored in LARGEST:
+        return group > 1
+    return stored == activation and group > 4
+
+
+def tensor_shared_bytes(head_dim: int, stored: torch.dtype) -> int:
+    """Return the dynamic shared memory of attention_tiles."""
+    wide = TILE * (head_dim * 2 + 16)
+    tiles = 4 * wide
+    if stored in LARGEST:
+        tiles = 4 * TILE * (head_dim + 16) + 2 * wide
+    return TENSOR_WARPS * max(tiles, TILE * head_dim * 4)
 
 
 def heads_of_a_block(group: int, head_dim: int, vector: int, max_state: int) -> int:

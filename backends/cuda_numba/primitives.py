@@ -15,10 +15,11 @@ from numba.cuda import types
 from numba.cuda.extending import intrinsic
 
 NAMES = (
-    "load_words", "load_words_once", "store_floats", "copy_words", "copy_word", "commit_copies", "wait_copies",
-    "atomic_add", "word_as_float", "float_as_word", "bf16_low", "bf16_high", "f16_low", "f16_high",
-    "e4m3_pair", "float_to_bf16", "float_to_f16", "float_to_e4m3", "round_even", "exp2_fast", "log2_fast",
-    "reciprocal_fast", "inverse_root_fast", "multiply_high", "mma_bf16", "mma_f16", "pack_bf16", "pack_f16",
+    "load_words", "load_words_once", "load_transposed", "copy_words", "copy_word", "commit_copies",
+    "wait_copies", "atomic_add", "word_as_float", "float_as_word", "bf16_low", "bf16_high", "f16_low",
+    "f16_high", "e4m3_pair", "float_to_bf16", "float_to_f16", "float_to_e4m3", "round_even", "exp2_fast",
+    "log2_fast", "reciprocal_fast", "inverse_root_fast", "multiply_high", "mma_bf16", "mma_f16",
+    "pack_bf16", "pack_f16",
 )  # fmt: skip
 
 _I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
@@ -83,18 +84,24 @@ load_words_once = _loader(once=True)
 
 
 @intrinsic
-def store_floats(typing_context, array, index, a, b, c, d):  # type: ignore[no-untyped-def]
-    """Store four f32 at a 16-byte aligned place."""
+def load_transposed(typing_context, array, index):  # type: ignore[no-untyped-def]
+    """Four 8 x 8 matrices of 16-bit elements from shared memory, transposed, by a whole warp.
+
+    Lane 8 m + r names row r of matrix m, 16 bytes; lane l gets of each matrix the elements of column
+    l // 4 in rows 2 (l % 4) and the next.
+    """
 
     def codegen(context, builder, sig, args):  # type: ignore[no-untyped-def]
-        pointer = _address(context, builder, sig, args, 0)
-        wide = ir.Constant(ir.VectorType(_F32, 4), ir.Undefined)
-        for k in range(4):
-            wide = builder.insert_element(wide, args[2 + k], _I32(k))
-        builder.store(wide, builder.bitcast(pointer, wide.type.as_pointer()), align=16)
-        return context.get_dummy_value()
+        at = builder.ptrtoint(_address(context, builder, sig, args, 0), _I64)
+        text = (
+            "{ .reg .u64 a; .reg .u32 b; cvta.to.shared.u64 a, $4; cvt.u32.u64 b, a; "
+            "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0,$1,$2,$3}, [b]; }"
+        )
+        loaded = _asm(builder, text, "=r,=r,=r,=r,l,~{memory}", _WORDS, [at], effects=True)
+        words = [builder.extract_value(loaded, k) for k in range(4)]
+        return context.make_tuple(builder, sig.return_type, words)
 
-    return types.void(array, index, f32, f32, f32, f32), codegen
+    return types.UniTuple(u32, 4)(array, index), codegen
 
 
 @intrinsic

@@ -48,10 +48,10 @@ class SimulatedKernel:
         self, grid: Dimensions, block: int, shared_bytes: int, arguments: Sequence[Any]
     ) -> None:
         """Run the kernel to its end. SimulatorError says which rule it broke."""
-        if block != self._source.num_threads or shared_bytes:
+        if (block, shared_bytes) != (self._source.num_threads, self._source.shared_bytes):
             raise ValueError(
                 f"{self._name}: launched with {block} threads and {shared_bytes} bytes of shared memory, "
-                f"compiled for {self._source.num_threads} and 0"
+                f"made for {self._source.num_threads} and {self._source.shared_bytes}"
             )
         wanted = self._source.signature.args
         names = self._source.function.__code__.co_varnames
@@ -63,7 +63,9 @@ class SimulatedKernel:
             raise ValueError(f"{self._name}: {len(arguments)} arguments, it takes {len(wanted)}")
         self._launcher.num_launches += 1
         order, seed = self._launcher.order, self._launcher.seed
-        run_grid(self._function, grid, block, given, order=order, seed=seed)
+        run_grid(
+            self._function, grid, block, given, shared_bytes=shared_bytes, order=order, seed=seed
+        )
 
 
 class SimulatorLauncher:

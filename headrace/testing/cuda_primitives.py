@@ -27,9 +27,16 @@ def load_words(array: DeviceArray, index: Any) -> Words:
 load_words_once = load_words
 
 
-def store_floats(array: DeviceArray, index: Any, *parts: Any) -> None:
-    at = array.touch(index, 4, write=True)
-    array.values[at : at + 4] = parts
+def load_transposed(array: DeviceArray, index: Any) -> Words:
+    lanes = meet("load_transposed", FULL_MASK, load_words(array, index))
+    lane = getcurrent().index % 32
+    found = []
+    for matrix in range(4):
+        pair = [int(lanes[8 * matrix + lane % 4 * 2 + k][lane // 8]) for k in range(2)]
+        low, high = (word >> lane // 4 % 2 * 16 & 0xFFFF for word in pair)
+        found.append(np.uint32(low | high << 16))
+    a, b, c, d = found
+    return a, b, c, d
 
 
 def atomic_add(array: DeviceArray, index: Any, value: Any) -> Any:
@@ -46,8 +53,13 @@ def _copy(target: DeviceArray, index: Any, source: DeviceArray, source_index: An
     slot = target.values[at : at + n].view(np.uint32)
     if getcurrent().block.launch.order == "reverse":  # a device may land them at once
         slot[:] = words
-    else:
-        getcurrent().copies.append(lambda: slot.__setitem__(slice(None), words))
+        return
+
+    def land() -> None:
+        target.touch(at, n, write=True)
+        slot[:] = words
+
+    getcurrent().copies.append(land)
 
 
 def copy_words(target: DeviceArray, index: Any, source: DeviceArray, source_index: Any) -> None:
@@ -155,7 +167,7 @@ def pack_f16(low: Any, high: Any) -> np.uint32:
 def _mma(kind: str, low: Any, high: Any, operands: tuple[Any, ...]) -> tuple[np.float32, ...]:
     """PTX ISA, fragments of mma.m16n8k16 with 16-bit operands; the product is summed in float64."""
     lanes = meet(kind, FULL_MASK, operands)
-    if len(lanes) != 32:
+    if len(lanes) < 32:
         raise SimulatorError(f"{kind}: a warp has 32 lanes, {len(lanes)} take part")
     if "product" not in lanes:
         a, b = np.zeros((16, 16)), np.zeros((16, 8))

@@ -72,6 +72,7 @@ class Launch:
     num_threads: int
     order: str
     seed: int
+    shared_bytes: int
 
 
 class Block:
@@ -281,6 +282,8 @@ class _Shared:
     def array(self, size: int, dtype: Any) -> SharedArray:
         frame, block = sys._getframe(1), getcurrent().block
         key = (frame.f_code.co_filename, frame.f_lineno, frame.f_lasti)
+        if size == 0:
+            size = block.launch.shared_bytes // np.dtype(dtype).itemsize
         if key not in block.shared:
             name = f"shared at {Path(key[0]).name}:{key[1]}"
             block.shared[key] = SharedArray(_poisoned(size, np.dtype(dtype)), name)
@@ -361,11 +364,12 @@ def run_grid(
     num_threads: int,
     arguments: Sequence[Any],
     *,
+    shared_bytes: int = 0,
     order: str = "forward",
     seed: int = 0,
 ) -> None:
     """Run a rebound kernel for every block of the grid, blocks in the same order as threads."""
-    launch = Launch(Point(*grid), num_threads, order, seed)
+    launch = Launch(Point(*grid), num_threads, order, seed, shared_bytes)
     points = [
         Point(x, y, z) for z in range(grid[2]) for y in range(grid[1]) for x in range(grid[0])
     ]

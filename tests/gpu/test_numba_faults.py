@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gpu.cases import BF16, TOLERANCE, AttentionCase, attention_problem
+from gpu.cases import BF16, FP8, TOLERANCE, AttentionCase, attention_problem
 from gpu.numba_simulated import needs_numba_cuda, numba_kernels
 from gpu.row_cases import check_draw, check_gate, check_norm, check_quantized_linear
 
@@ -20,10 +20,29 @@ FOLDER = Path(__file__).parents[2] / "backends" / "cuda_numba" / "kernels"
 
 
 def attention(kernels: Kernels) -> None:
-    case = AttentionCase("faults", ((1, 165), (1, 9)), num_kv_heads=1, blocks_wanted=2)
+    _attend(kernels, AttentionCase("faults", ((1, 165), (1, 9)), num_kv_heads=1, blocks_wanted=2))
+
+
+def tiles(kernels: Kernels) -> None:
+    """Tensor cores, tiles of 8 bits."""
+    _attend(
+        kernels,
+        AttentionCase(
+            "faults", ((1, 150), (2, 40)), group=2, num_kv_heads=1, stored=FP8, blocks_wanted=1
+        ),
+    )
+
+
+def wide_tiles(kernels: Kernels) -> None:
+    """Tensor cores, tiles of 16 bits, which are read by lanes that did not copy them."""
+    _attend(kernels, AttentionCase("faults", ((1, 70),), group=6, num_kv_heads=1))
+
+
+def _attend(kernels: Kernels, case: AttentionCase) -> None:
     problem = attention_problem(case)
     out = problem.empty_output()
-    kernels.paged_attention(problem.q, problem.kv, case.spec, problem.work(1), out)
+    work = problem.work(kernels.tile_tokens(case.spec, problem.kv, case.activation))
+    kernels.paged_attention(problem.q, problem.kv, case.spec, work, out)
     assert problem.error(out) < TOLERANCE[BF16]
 
 
@@ -55,10 +74,16 @@ def linear(kernels: Kernels) -> None:
 
 
 CHECKS: Mapping[str, Callable[[Kernels], None]] = {
-    check.__name__: check for check in (attention, draw, norm, gate, linear)
+    check.__name__: check for check in (attention, tiles, wide_tiles, draw, norm, gate, linear)
 }
-BARRIERS = {"attention": "attention", "elementwise": "norm", "sampling": "draw"}
+BARRIERS = {
+    "attention": "attention",
+    "attention_tensor": "tiles",
+    "elementwise": "norm",
+    "sampling": "draw",
+}
 """Module of kernels -> the check that must fail for every barrier it loses."""
+WIDENED = "cuda.syncwarp()\n                key_tile"
 PLANTED: tuple[tuple[str, str, str, str], ...] = (
     ("attention", "wait_copies(NEWEST)", "wait_copies(STAGES)", "attention"),
     ("attention", "* ROWS_AT_ONCE + place, stop - 1)", "* ROWS_AT_ONCE + place, stop)", "attention"),
@@ -66,6 +91,11 @@ PLANTED: tuple[tuple[str, str, str, str], ...] = (
     ("attention", "if piece >= counts[0]:", "if False:", "attention"),
     ("attention", "if index >= counts[1]:", "if False:", "attention"),
     ("attention", "if not is_row:", "if False:", "attention"),
+    ("attention_tensor", "wait_copies(1)", "wait_copies(2)", "tiles"),
+    ("attention_tensor", "cuda.syncwarp()", "pass", "wide_tiles"),
+    ("attention_tensor", WIDENED, WIDENED.replace("cuda.syncwarp()", "pass"), "tiles"),
+    ("attention_tensor", "or row >= limit", "", "tiles"),
+    ("attention_tensor", "if r < num_rows:", "if True:", "tiles"),
     ("elementwise", "if i < size:", "if True:", "gate"),
     ("elementwise", "for shuffle in range(5):", "for shuffle in range(4):", "norm"),
     ("linear", "if output >= num_outputs:", "if False:", "linear"),

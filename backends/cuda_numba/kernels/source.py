@@ -21,6 +21,8 @@ class KernelSource:
     """numba.cuda.types signature; its return type is void."""
     num_threads: int
     """Threads of a block: what it is compiled for and launched with."""
+    shared_bytes: int = 0
+    """Dynamic shared memory it is launched with."""
 
 
 def power_of_two_at_least(number: int) -> int:
