@@ -27,7 +27,8 @@ class Block:
     ref_count: int = 0
     digest: bytes | None = None
     parent: ParentKey = b""
-    token_ids: tuple[int, ...] = ()
+    token_ids: Sequence[int] = ()
+    """Of one type in a pool: what is compared with it is of that type too."""
     serial: int = -1
     """Unique to this publication: children name it, so a chain is verified link by link."""
     tenant: str = ""
@@ -138,9 +139,31 @@ class BlockPool:
     def lookup(self, digest: bytes, parent: ParentKey, token_ids: Sequence[int]) -> Block | None:
         """Return the block published under `digest` if it really follows `parent` with these tokens."""
         block = self._by_digest.get(digest)
-        if block is None or block.parent != parent or block.token_ids != tuple(token_ids):
+        if block is None or block.parent != parent or block.token_ids != token_ids:
             return None
         return block
+
+    def find_chain(
+        self, digests: Sequence[bytes], parent: ParentKey, token_ids: Sequence[int], block_size: int
+    ) -> tuple[list[int], list[int]]:
+        """Return the ids and serials of the blocks that `lookup` finds one behind the other.
+
+        `token_ids` has the tokens of all these digests' blocks.
+        """
+        get = self._by_digest.get
+        block_ids: list[int] = []
+        serials: list[int] = []
+        start = 0
+        for digest in digests:
+            block = get(digest)
+            end = start + block_size
+            if block is None or block.parent != parent or block.token_ids != token_ids[start:end]:
+                break
+            block_ids.append(block.id)
+            parent = block.serial
+            serials.append(parent)
+            start = end
+        return block_ids, serials
 
     def num_intact(self, block_ids: list[int], serials: list[int]) -> int:
         """Return how many of these blocks, from the first on, are still published as they were."""
@@ -153,7 +176,7 @@ class BlockPool:
         )
 
     def publish(
-        self, block_id: int, digest: bytes, parent: ParentKey, token_ids: tuple[int, ...]
+        self, block_id: int, digest: bytes, parent: ParentKey, token_ids: Sequence[int]
     ) -> int:
         """Make a full block findable and return the serial that its children name as parent.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 
 from headrace.engine.output import SequenceOutput
@@ -94,7 +95,7 @@ class Intake:
                 max_tokens=max_tokens,
                 is_whole=request.is_whole,
             ),
-            token_ids=list(prompt) if index == 0 else [],
+            token_ids=array("I", prompt if index == 0 else ()),
             view=RequestView(
                 request_id=request.request_id,
                 choice=index,

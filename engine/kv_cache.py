@@ -6,6 +6,8 @@ so that what a half-computed request leaves behind is either right or not findab
 
 from __future__ import annotations
 
+from array import array
+
 from headrace import prefix_hash
 from headrace.engine.block_pool import BlockPool, ParentKey
 from headrace.engine.sequence import Sequence
@@ -47,12 +49,21 @@ class KVCache:
         num_intact = self.pool.num_intact(hits, serials)
         del hits[num_intact:], serials[num_intact:]
         parent: ParentKey = serials[-1] if serials else self._root(sequence)
-        size, lookup, token_ids = self.block_size, self.pool.lookup, sequence.token_ids
+        size = self.block_size
         digests = sequence.block_digests or self._begin_digests(sequence)
         most = (sequence.num_tokens - 1) // size
-        for index in range(num_intact, most):
-            digest = digests[index] if index < len(digests) else self._digest(sequence, index)
-            block = lookup(digest, parent, token_ids[index * size : index * size + size])
+        known = digests[num_intact:most]
+        if known:
+            tokens = sequence.token_ids[num_intact * size : most * size]
+            found, their_serials = self.pool.find_chain(known, parent, tokens, size)
+            hits += found
+            serials += their_serials
+            if len(found) < len(known):
+                return hits
+            parent = serials[-1]
+        for index in range(num_intact + len(known), most):
+            digest = self._digest(sequence, index)
+            block = self.pool.lookup(digest, parent, self._tokens(sequence, index))
             if block is None:
                 break
             hits.append(block.id)
@@ -163,9 +174,9 @@ class KVCache:
             )
         return sequence.root_digest
 
-    def _tokens(self, sequence: Sequence, index: int) -> tuple[int, ...]:
+    def _tokens(self, sequence: Sequence, index: int) -> array[int]:
         start = index * self.block_size
-        return tuple(sequence.token_ids[start : start + self.block_size])
+        return sequence.token_ids[start : start + self.block_size]
 
     def _given_digests(self, sequence: Sequence) -> tuple[bytes, ...]:
         """Return the digests of the prompt's blocks where the gateway has computed all of them."""

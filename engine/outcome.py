@@ -6,6 +6,7 @@ full blocks published and stops matched.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 
 import msgspec
@@ -72,7 +73,7 @@ class Outcome:
             return self.apply(plan, StepResult(drawn, None, None, None, failed), now)[0]
         columns = run.token_ids.T.tolist()
         for entry, token_ids in zip(plan.entries, columns, strict=True):
-            entry.sequence.token_ids += token_ids
+            entry.sequence.token_ids.extend(token_ids)
         fill_blocks(plan, self._kv_cache, [start, *run.times[:-1]])
         events: list[TokenEvent] = []
         for entry, token_ids in zip(plan.entries, columns, strict=True):
@@ -128,7 +129,7 @@ class Outcome:
         events, copies = out
         leader = entry.sequence
         for row, fork in enumerate(entry.drawing[1:], start=first_row + 1):
-            fork.token_ids = list(leader.request.prompt_token_ids)
+            fork.token_ids = array("I", leader.request.prompt_token_ids)
             event = self._take_token(fork, rows, row, now)
             if fork.output.finish_reason is None:
                 copies += self._scheduler.place_fork(leader, fork)

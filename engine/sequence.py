@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import secrets
+from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -58,7 +59,8 @@ class Sequence:
     seed: int
     max_tokens: int
     output: SequenceOutput
-    token_ids: list[int]
+    token_ids: array[int]
+    """Typecode I: compared, hashed and gathered as memory."""
     view: RequestView
     sampling: SequenceSampling
     base: SequenceBase = EMPTY_BASE

@@ -6,6 +6,9 @@ prompt of a hundred thousand tokens is made in a moment.
 
 from __future__ import annotations
 
+import sys
+from array import array
+
 from headrace import prefix_hash
 from headrace.simulator.trace import HASH_BLOCK_TOKENS, TraceRequest
 
@@ -22,13 +25,12 @@ class PromptMaker:
         self._known: dict[tuple[bytes, int], tuple[bytes, ...]] = {}
         self._num_unshared = 0
 
-    def make(self, request: TraceRequest) -> tuple[list[int], tuple[bytes, ...]]:
+    def make(self, request: TraceRequest) -> tuple[array[int], tuple[bytes, ...]]:
         """Return a prompt's tokens and the digests of its full blocks."""
         length = request.num_prompt_tokens
         ids = request.hash_ids or self._unshared(length)
-        tokens: list[int] = []
-        for block_id in ids:
-            tokens += [block_id % VOCAB_SIZE] * HASH_BLOCK_TOKENS
+        tokens = array("I")
+        tokens.frombytes(b"".join([_tokens_of(block_id) * HASH_BLOCK_TOKENS for block_id in ids]))
         del tokens[length:]
         return tokens, self._digests(ids, length)
 
@@ -52,10 +54,22 @@ class PromptMaker:
             digests += found
             parent = found[-1]
         left = length % HASH_BLOCK_TOKENS // self._size
-        if left:
-            digests += self._chain(parent, ids[-1], left)
+        if left:  # a context's next turn most likely fills this block
+            found = known.get((parent, ids[-1]))
+            if found is None:
+                found = known[parent, ids[-1]] = self._chain(parent, ids[-1], per_id)
+            digests += found[:left]
         return tuple(digests)
 
     def _chain(self, parent: bytes, block_id: int, count: int) -> tuple[bytes, ...]:
-        tokens = (block_id % VOCAB_SIZE,) * (count * self._size)
-        return tuple(prefix_hash.block_digests(parent, tokens, self._size))
+        tokens = array("I", _tokens_of(block_id) * self._size)
+        digests = []
+        for _ in range(count):
+            parent = prefix_hash.block_digest(parent, tokens)
+            digests.append(parent)
+        return tuple(digests)
+
+
+def _tokens_of(block_id: int) -> bytes:
+    """Return one token of a block, as an array of typecode I holds it. [4 bytes]"""
+    return (block_id % VOCAB_SIZE).to_bytes(4, sys.byteorder)
