@@ -11,6 +11,7 @@ in requests, in tokens and in time, and who would wait longer than that is told 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -94,7 +95,8 @@ class KVFootprint:
         needed: dict[str, int] = {}
         charges: list[Charge] = []
         there_is_room = True
-        for index, prompt in enumerate(ticket.prompts or (ticket,)):
+        prompts: Sequence[PromptView | TicketView] = ticket.prompts or (ticket,)
+        for index, prompt in enumerate(prompts):
             pool = pools.get(prompt.replica_id)
             if pool is None:
                 continue

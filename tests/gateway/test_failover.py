@@ -163,7 +163,7 @@ class Blocks:
     def admit(self, ticket: TicketView, view: AdmissionView, now: float) -> Admit:
         if ticket.stage == "arrival":
             return Admit()
-        replicas = [each.replica_id for each in ticket.prompts or (ticket,)]
+        replicas = [each.replica_id for each in ticket.prompts] or [ticket.replica_id]
         return Admit(
             tuple(
                 Charge("kv", 2, 64, unit="blocks", replica_id=replica, prompt_index=index)
