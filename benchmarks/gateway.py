@@ -5,7 +5,9 @@
 Puts up, one after the other, the bare upstream, vllm-router (Rust), the LiteLLM proxy (Python) and Headrace
 with an `http` replica, all in front of the same upstream; then Headrace with a `process` replica on the
 simulated engine. Each is loaded by wrk with one connection and with 16, plain and streamed (16 chunks).
-Nobody writes a log line per request. Prints the table of targets; needs wrk on the path.
+Nobody writes a log line per request. Prints the table of targets; needs wrk on the path. The core time
+beside each rate, of the server and of its child processes, is what can still be read where other work
+disturbs the machine.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import psutil
 
 CHAT = {"model": "smol", "messages": [{"role": "user", "content": "hello there"}], "max_tokens": 16}
 KEY = "sk-for-nothing-but-this-benchmark-0123456789abcdef"
@@ -59,12 +63,15 @@ async def app(scope, receive, send):
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What wrk says of one load: requests per second, latency in milliseconds."""
+    """What wrk says of one load: requests per second, latency in milliseconds. Core time per request."""
 
     rate: float
     p50: float
     p99: float
     failed: int
+    core_ms: float = 0.0
+    """Of the server's own process."""
+    children_core_ms: float = 0.0
 
 
 def free_port() -> int:
@@ -73,8 +80,8 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def running(command: Sequence[str], url: str, folder: pathlib.Path) -> Iterator[str]:
-    """Run a server until the end of the block; yield its URL once it answers a chat request."""
+def running(command: Sequence[str], url: str, folder: pathlib.Path) -> Iterator[int]:
+    """Run a server until the end of the block; yield its process id once it answers a chat request."""
     with (folder / f"{pathlib.Path(command[0]).name}-{url[-5:]}.log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
         try:
@@ -83,7 +90,7 @@ def running(command: Sequence[str], url: str, folder: pathlib.Path) -> Iterator[
                 if process.poll() is not None or time.monotonic() > deadline:
                     raise SystemExit(f"{command[0]} does not serve; see {log.name}")
                 time.sleep(0.2)
-            yield url
+            yield process.pid
         finally:
             process.terminate()
             try:
@@ -128,18 +135,34 @@ def _latency(out: str, share: str) -> float:
 LOADS = {"plain 1": ("plain", 1), "plain 16": ("plain", 16), "streamed 16": ("streamed", 16)}
 
 
-def measured(url: str, folder: pathlib.Path, seconds: int) -> dict[str, Figures]:
+def core_seconds(pid: int) -> tuple[float, float]:
+    """Return the core time that a process has taken so far, and that of its child processes."""
+    own, *children = [
+        sum(each.cpu_times()[:2])
+        for each in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True))
+    ]
+    return own, sum(children)
+
+
+def measured(url: str, pid: int, folder: pathlib.Path, seconds: int) -> dict[str, Figures]:
     """Return the best of some rounds for each load: the machine's other work only ever slows one down."""
     best: dict[str, Figures] = {}
     for _ in range(ROUNDS):
         for name, (script, clients) in LOADS.items():
+            before = core_seconds(pid)
             figures = wrk(url, folder / f"{script}.lua", clients, seconds)
+            own, children = (
+                (after - earlier) * 1e3 / max(1.0, figures.rate * seconds)
+                for after, earlier in zip(core_seconds(pid), before, strict=True)
+            )
+            figures = replace(figures, core_ms=own, children_core_ms=children)
             if name not in best or figures.rate > best[name].rate:
                 best[name] = figures
     for name, figures in best.items():
         print(
             f"    {name:12} {figures.rate:9.0f}/s   p50 {figures.p50:7.2f} ms   "
-            f"p99 {figures.p99:7.2f} ms   failed {figures.failed}"
+            f"p99 {figures.p99:7.2f} ms   failed {figures.failed}   "
+            f"core {figures.core_ms:.2f} + {figures.children_core_ms:.2f} ms"
         )
     return best
 
@@ -208,7 +231,7 @@ def main() -> None:
         upstream = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-m", "uvicorn", "upstream:app", "--port", str(port)]
         command += ["--log-level", "error", "--no-access-log"]
-        stack.enter_context(running(command, upstream, folder))
+        upstream_pid = stack.enter_context(running(command, upstream, folder))
         remote = headrace(folder, f'{{kind: http, url: "{upstream}"}}', "")
         local = headrace(folder, "{}", SIMULATED.format(source=options.source))
         servers = {"upstream alone": None, "headrace, http": remote, "headrace, process": local}
@@ -220,10 +243,10 @@ def main() -> None:
         for title, server in servers.items():
             print(title)
             if server is None:
-                results[title] = measured(upstream, folder, options.seconds)
+                results[title] = measured(upstream, upstream_pid, folder, options.seconds)
             else:
-                with running(*server, folder) as url:
-                    results[title] = measured(url, folder, options.seconds)
+                with running(*server, folder) as pid:
+                    results[title] = measured(server[1], pid, folder, options.seconds)
         print_targets(results)
 
 
