@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import statistics
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -88,22 +89,52 @@ def test_the_tenant_that_sends_less_is_not_held_up(built: BuiltEngine, policy: s
 
 
 def test_short_prompts_and_urgent_requests_go_first(built: BuiltEngine) -> None:
-    lengths = [request(f"long-{n}", 60) for n in range(4)]
-    lengths += [request(f"short-{n}", 4) for n in range(4)]
+    lengths = [request(f"long-{n}", 60, tenant="long") for n in range(4)]
+    lengths += [request(f"short-{n}", 4, tenant="short") for n in range(4)]
+    use(built, "fcfs", {})
+    assert mean_place(places(built, lengths), "short") > 5
     use(built, "shortest_first", {})
     assert mean_place(places(built, lengths), "short") < 2
-    priorities = [request(f"low-{n}", priority=2) for n in range(4)]
-    priorities += [request(f"high-{n}", priority=-1) for n in range(4)]
+    priorities = [request(f"low-{n}", priority=2, tenant="low") for n in range(4)]
+    priorities += [request(f"high-{n}", priority=-1, tenant="high") for n in range(4)]
+    assert mean_place(places(built, priorities), "low") < 3
     use(built, "priority", {})
     assert mean_place(places(built, priorities), "high") < 2
 
 
 def test_what_will_be_late_anyway_steps_aside(built: BuiltEngine) -> None:
-    late = [request(f"late-{n}", 60, ttft_target_seconds=1e-9) for n in range(4)]
-    in_time = [request(f"in-time-{n}", 60, ttft_target_seconds=60.0) for n in range(4)]
+    late = [request(f"late-{n}", 60, ttft_target_seconds=1e-9, tenant="late") for n in range(4)]
+    in_time = [
+        request(f"in-time-{n}", 60, ttft_target_seconds=60.0, tenant="in-time") for n in range(4)
+    ]
+    use(built, "fcfs", {})
+    assert mean_place(places(built, late + in_time), "in-time") > 5
     use(built, "slo", {})
-    found = places(built, late + in_time)
-    assert mean_place(found, "in-time") < mean_place(found, "late")
+    assert mean_place(places(built, late + in_time), "in-time") < 2
+
+
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        ("priority", {"max_wait": "1ms"}),
+        ("shortest_first", {"patience": "1ms"}),
+        ("slo", {"patience": "1ms"}),
+    ],
+)
+def test_who_has_waited_for_the_bound_is_passed_by_nobody(
+    built: BuiltEngine, policy: str, options: dict[str, Any]
+) -> None:
+    """The one who waits brings what each policy puts last; the other tenant all that goes first."""
+    use(built, policy, options)
+    patient = request("patient", 60, tenant="patient", priority=2, ttft_target_seconds=1e-9)
+    built.engine.submit(patient)
+    waited = threading.Event()
+    waited.wait(0.005)
+    others = [
+        request(f"other-{n}", 4, tenant="other", priority=-1000, ttft_target_seconds=60.0)
+        for n in range(4)
+    ]
+    assert places(built, others)["patient"] == 0
 
 
 def test_the_learnt_step_time_is_exported(built: BuiltEngine) -> None:
