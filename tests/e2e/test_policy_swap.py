@@ -167,6 +167,56 @@ def test_saving_a_script_swaps_it_in_and_a_broken_one_changes_nothing(
         assert not any("saved_when_replaced" in line for line in server.output)
 
 
+ONE_PLACE = """
+class OnePlace:
+    name = "{name}"
+
+    def choose(self, request, replicas, now):
+        return sorted(each.id for each in replicas)[{place}]
+"""
+
+
+def test_saving_a_routing_script_sends_the_next_requests_elsewhere(
+    config: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    script = tmp_path / "one_place.py"
+    script.write_text(ONE_PLACE.format(name="first", place=0))
+    with config.open("a") as out:
+        out.write("routing: ./one_place.py:OnePlace\n")
+
+    def replicas_of_four_answers(server: StartedServer) -> set[str]:
+        def finished() -> list[str]:
+            return [
+                line.split("replica=")[1].split()[0]
+                for line in server.output
+                if "request finished" in line and "replica=" in line
+            ]
+
+        before = len(finished())
+        for _ in range(4):
+            body = {"model": "m", "prompt": "x", "max_tokens": 2}
+            answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+            assert answer.status_code == 200, answer.text
+        deadline = time.monotonic() + 60
+        while len(finished()) < before + 4:
+            assert time.monotonic() < deadline, server.output
+            time.sleep(0.05)
+        return set(finished()[before:])
+
+    with started_server(["-c", str(config), "--watch"], environment=ADMIN) as server:
+        wait_for(server, ["first"], "routing")
+        before = replicas_of_four_answers(server)
+        script.write_text("class OnePlace: what?\n")
+        while not any("policy_not_reloaded" in line for line in server.output):
+            time.sleep(0.05)
+        assert replicas_of_four_answers(server) == before
+        script.write_text(ONE_PLACE.format(name="last", place=-1))
+        wait_for(server, ["last"], "routing")
+        after = replicas_of_four_answers(server)
+        assert len(before) == len(after) == 1
+        assert before != after
+
+
 def test_a_policy_that_does_not_come_back_is_benched_and_no_request_is_lost(
     config: pathlib.Path, policy: pathlib.Path
 ) -> None:
