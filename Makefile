@@ -9,6 +9,7 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 KERNELS ?=
+EXTRAS := dev$(if $(KERNELS),$(shell printf ',kernels'))
 
 .PHONY: serve test test-slow check environment clean
 
@@ -17,7 +18,7 @@ serve:
 	@exec "$(VENV)/bin/headrace" serve $(ARGS)
 
 test:
-	@PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/setup-environment $(if $(KERNELS),"dev,kernels",dev)
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/setup-environment "$(EXTRAS)"
 	@HEADRACE_KERNELS="$(KERNELS)" "$(VENV)/bin/python" -m pytest $(ARGS)
 
 test-slow:
