@@ -209,13 +209,13 @@ def uses_tensor_cores(
     """Say whether tensor cores serve this group of query heads per KV head, up to 16.
 
     CUDA cores run out of issue slots before memory does above 4 heads, above 1 with 8-bit rows: computed
-    from instructions per byte, to be confirmed on a device. Before 8.9 the compiler has no registers for
-    wide heads, nor for fp8 without a conversion.
+    from instructions per byte, to be confirmed on a device. Before 8.9 the compiler runs out of registers
+    with wide heads and with 8-bit rows.
     """
     group = spec.num_heads // spec.num_kv_heads
     if activation == torch.float32 or group > MAX_QUERY_ROWS:
         return False
-    if not native_fp8 and (stored == torch.float8_e4m3fn or spec.head_dim > 128):
+    if not native_fp8 and (stored in LARGEST or spec.head_dim > 128):
         return False
     if stored in LARGEST:
         return group > 1
