@@ -76,6 +76,7 @@ ATTENTION_CASES = (
     C("window, soft cap, hidden rows", ((1, 120), (4, 60)), window=40, softcap=5.0, bias="hidden"),
     C("hidden rows, group of 8", ((2, 60), (1, 200)), head_dim=128, group=8, bias="hidden"),
     C("one query head of many", ((1, 50), (1, 80)), group=12, num_kv_heads=1),
+    C("tiles: few", ((1, 140),), group=8, num_kv_heads=1, blocks_wanted=1),
     C("tiles: group of 8, soft cap", ((1, 90), (2, 33), (1, 1)), group=8, softcap=9.0),
     C(
         "tiles: window, hidden rows",

@@ -114,9 +114,9 @@ inline void arrive(int predicate, const char* operation, int line) {
   acquire(tag);
 }
 
-// Every lane of `mask` hands in a value and sees those of the others.
+// Every lane of `mask` hands in a value and sees those of the others. Memory is ordered by __syncwarp alone.
 template <class T>
-inline const Exchange& exchange(const char* operation, uint32_t mask, const T& value, int line) {
+inline const Exchange& exchange(const char* operation, uint32_t mask, const T& value, int line, bool orders = false) {
   static_assert(sizeof(T) <= sizeof(Value), "a lane hands in 64 bytes at most");
   Untracked untracked;
   Thread& me = *thread;
@@ -126,11 +126,11 @@ inline const Exchange& exchange(const char* operation, uint32_t mask, const T& v
   me.line = line;
   me.state = State::kInWarp;
   char* of_warp = tags + 2 + me.number / 32 * 64;
-  release(of_warp + me.lane * 2 + (me.collectives & 1));
+  if (orders) release(of_warp + me.lane * 2 + (me.collectives & 1));
   wait_turn();
   const Exchange& got = *me.received;
   for (unsigned i = 0; i < 32; i++)
-    if (got.mask >> i & 1) acquire(of_warp + i * 2 + (got.parities >> i & 1));
+    if (orders && got.mask >> i & 1) acquire(of_warp + i * 2 + (got.parities >> i & 1));
   return got;
 }
 

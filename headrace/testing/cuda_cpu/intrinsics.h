@@ -3,7 +3,7 @@
 
 #define __syncthreads() cuda_cpu::arrive(0, "__syncthreads", __LINE__)
 #define __syncthreads_or(p) cuda_cpu::vote(p, "__syncthreads_or", __LINE__)
-#define __syncwarp() cuda_cpu::exchange("__syncwarp", ~0u, 0, __LINE__)
+#define __syncwarp() cuda_cpu::exchange("__syncwarp", ~0u, 0, __LINE__, true)
 #define __shfl_xor_sync(mask, value, lanes) cuda_cpu::shuffle("__shfl_xor_sync", mask, value, cuda_cpu::thread->lane ^ (lanes), __LINE__)
 #define __shfl_sync(mask, value, lane) cuda_cpu::shuffle("__shfl_sync", mask, value, lane, __LINE__)
 #define __shfl_up_sync(mask, value, lanes) cuda_cpu::shuffle("__shfl_up_sync", mask, value, std::max(0, int(cuda_cpu::thread->lane) - int(lanes)), __LINE__, cuda_cpu::thread->lane < unsigned(lanes))
