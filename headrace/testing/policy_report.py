@@ -120,7 +120,7 @@ def adversarial_load(kind: str) -> tuple[list[Job], int]:
     """
     times = [0.18 * number for number in range(int((STARVATION_SECONDS + 20.0) / 0.18))]
     if kind == "urgent":
-        jobs = [Job(at, 2000, 4, priority=-1, ttft_target_seconds=2.0) for at in times]
+        jobs = [Job(at, 2000, 4, priority=-1000, ttft_target_seconds=2.0) for at in times]
         victim = Job(5.0, 6000, 4, priority=1, ttft_target_seconds=2.0)
     else:
         jobs = [Job(at, 2000, 4, tenant=f"tenant-{number}") for number, at in enumerate(times)]
@@ -139,8 +139,8 @@ def _starvation(make: Callable[[], Any]) -> Finding:
             return Finding(
                 _FAIR,
                 f"a long request of low priority had no token after {STARVATION_SECONDS:.0f} s, while "
-                f"later ones were served (load '{kind}'); let waiting count, as `priority` does "
-                "with `ageing` and `shortest_first` with `patience`",
+                f"later ones were served (load '{kind}'); let waiting count for more than any number, as "
+                "`priority` does with `max_wait` and `shortest_first` with `patience`",
             )
         longest = max(longest, fared.ttft)
     return Finding(_FAIR, measured=f"{longest:.1f} s at most")
