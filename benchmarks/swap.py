@@ -1,7 +1,7 @@
 """Swap the scheduling policy of a server while it streams: what fails, and how long tokens pause.
 
 python benchmarks/swap.py --simulated
-python benchmarks/swap.py --source smollm2 --streams 8 --seconds 5
+python benchmarks/swap.py --source smollm2 --streams 8 --tokens 40
 
 Stretches with swaps and without take turns on the same streams, so that both see the same machine. A gap
 is the time between two events of one stream; what a swap pauses shows in the longest ones. There are
@@ -27,8 +27,8 @@ from headrace.testing.server import started_server
 
 ADMIN_KEY = "only-for-this-benchmark"
 VARIABLE = "HEADRACE_BENCHMARK_ADMIN_KEY"
-PAUSE_SECONDS = 0.2
-"""Between the answer to a swap and the next one."""
+WINDOW_SECONDS = 0.3
+"""From one swap to the next, and how long the longest gap is looked for, with a swap and without."""
 
 
 @dataclass(slots=True)
@@ -38,8 +38,8 @@ class Stretch:
     gaps: list[float] = field(default_factory=list)
     swaps: list[float] = field(default_factory=list)
     """Seconds from asking for a swap until every replica used the policy."""
-    longest_beside: list[float] = field(default_factory=list)
-    """Seconds, per swap: the longest gap that ended during it or within `PAUSE_SECONDS` after it."""
+    longest_in_window: list[float] = field(default_factory=list)
+    """Seconds, per window: the longest gap that ended in it. A window begins with a swap, if any."""
     errors: list[str] = field(default_factory=list)
     num_answers: int = 0
 
@@ -80,7 +80,7 @@ class Load:
                 if not line.startswith(b"data: "):
                     continue
                 end = line.strip()
-                if b'"error"' in end:
+                if end.startswith(b'data: {"error"'):
                     raise RuntimeError(end.decode())
                 now = time.perf_counter()
                 if last:
@@ -101,16 +101,17 @@ async def swap(session: aiohttp.ClientSession, url: str, use: str, load: Load) -
         if response.status != 200:
             load.stretch.errors.append(f"swap to {use}: {await response.text()}")
             return
-    load.stretch.swaps.append(time.perf_counter() - start)
-    await asyncio.sleep(PAUSE_SECONDS)
-    load.stretch.longest_beside.append(load.longest)
+    seconds = time.perf_counter() - start
+    load.stretch.swaps.append(seconds)
+    await asyncio.sleep(max(0.0, WINDOW_SECONDS - seconds))
+    load.stretch.longest_in_window.append(load.longest)
 
 
 async def watch(load: Load) -> None:
-    """Note the longest gap of as long a time as a swap is watched for, without one."""
+    """Note the longest gap of a window without a swap."""
     load.longest = 0.0
-    await asyncio.sleep(PAUSE_SECONDS)
-    load.stretch.longest_beside.append(load.longest)
+    await asyncio.sleep(WINDOW_SECONDS)
+    load.stretch.longest_in_window.append(load.longest)
 
 
 async def measure(url: str, arguments: argparse.Namespace) -> tuple[Stretch, Stretch]:
@@ -148,7 +149,7 @@ def row(name: str, stretch: Stretch) -> str:
         f"{len(stretch.errors)}",
         f"{len(stretch.gaps)}",
         *[shown(stretch.gaps, share) for share in (0.5, 0.99, 0.999, 1.0)],
-        shown(stretch.longest_beside, 0.5),
+        shown(stretch.longest_in_window, 0.5),
         shown(stretch.swaps, 0.5),
         shown(stretch.swaps, 1.0),
     ]
@@ -184,8 +185,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=100, help="per answer")
-    parser.add_argument("--rounds", type=int, default=4, help="of a stretch without and one with")
-    parser.add_argument("--seconds", type=float, default=4.0, help="per stretch")
+    parser.add_argument("--rounds", type=int, default=10, help="of a stretch without and one with")
+    parser.add_argument("--seconds", type=float, default=2.0, help="per stretch")
     parser.add_argument(
         "--policies",
         default="priority,shortest_first,fair_share,slo",
@@ -208,7 +209,7 @@ def main() -> None:
     print(
         f"{arguments.streams} streams on {arguments.replicas} replicas; milliseconds\n\n"
         "| | swaps | answers | errors | gaps | gap p50 | p99 | p99.9 | longest "
-        f"| longest in {PAUSE_SECONDS * 1000:.0f} ms, p50 | a swap takes p50 | longest |\n"
+        f"| longest in {WINDOW_SECONDS * 1000:.0f} ms, p50 | a swap takes p50 | longest |\n"
         "|---|---|---|---|---|---|---|---|---|---|---|---|"
     )
     print(row("without", without))
