@@ -156,6 +156,7 @@ class Engine:
         for sequence in family.sequences:
             if sequence.status is not Status.FINISHED:
                 self._scheduler.remove(sequence)
+        family.disband()
         return True
 
     def has_work(self) -> bool:
@@ -184,6 +185,7 @@ class Engine:
             self._families.pop(family.request.request_id, None)
             seconds = self._clock.now() - family.arrival_time
             self._mean_request_seconds += 0.1 * (seconds - self._mean_request_seconds)
+            family.disband()
 
     # --- a step -----------------------------------------------------------------
 

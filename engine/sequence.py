@@ -185,5 +185,10 @@ class Family:
     def leader(self) -> Sequence:
         return self.sequences[0]
 
+    def disband(self) -> None:
+        """Let go of the choices once all have ended: their tokens are free at once, not when a
+        garbage collection finds that family and choices hold each other."""
+        self.sequences.clear()
+
     def pending(self) -> list[Sequence]:
         return [sequence for sequence in self.sequences if sequence.status is Status.PENDING]

@@ -43,7 +43,8 @@ class StepAccount:
                 num_kv_rows += num_sequences
                 start = time
             return
-        gaps = np.diff(np.array([start, *times]))
+        ends = np.array([start, *times])
+        gaps = ends[1:] - ends[:-1]
         sums = np.empty(num_steps + 1)
         sums[0], sums[1:] = self.seconds_total, gaps
         before = self.steps_total

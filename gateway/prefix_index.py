@@ -29,18 +29,25 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def record(self, replica_id: str, hashes: Sequence[bytes]) -> None:
-        """Note that a request with this chain of digests was sent to a replica."""
+    def record(self, replica_id: str, hashes: Sequence[bytes]) -> int:
+        """Note that a request with this chain of digests was sent to a replica.
+
+        Returns how many leading blocks of it the replica was sent before, as `match_one` does.
+        """
         bit = 1 << self._bit(replica_id)
         entries = self._entries
         get, move_to_end = entries.get, entries.move_to_end
+        depth = num_matched = min(len(hashes), MAX_BLOCKS)
         for digest in reversed(hashes[:MAX_BLOCKS]):
+            depth -= 1
             mask = get(digest, 0)
             if not mask & bit:
                 entries[digest] = mask | bit
+                num_matched = depth
             move_to_end(digest)
         while len(entries) > self._max_entries:
             entries.popitem(last=False)
+        return num_matched
 
     def match(self, hashes: Sequence[bytes]) -> Mapping[str, int]:
         """Return how many leading blocks of the chain each replica was sent; those with none are left out."""

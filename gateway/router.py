@@ -133,8 +133,8 @@ class Router:
 
     def place(self, replica: Replica, request: RoutingRequest) -> Hold:
         """Count a request in on the replica it is sent to, and remember that its prefix went there."""
-        matched = self.matched_tokens(replica, request)
-        self.prefixes.record(replica.id, request.prefix_hashes)
+        self._forget_restarted((replica,))
+        matched = self.prefixes.record(replica.id, request.prefix_hashes) * _block_size(replica)
         load = load_of(request, matched_tokens=matched, block_size=_block_size(replica))
         return self.ledger.hold_load(replica.id, load)
 

@@ -52,7 +52,9 @@ _kept_root = functools.lru_cache(maxsize=1024)(_root)
 
 def block_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """Return the digest of one full block that follows `parent`. [32 bytes]"""
-    tokens = array("I", token_ids).tobytes()
+    if not (isinstance(token_ids, array) and token_ids.typecode == "I"):
+        token_ids = array("I", token_ids)
+    tokens = token_ids.tobytes()
     length = len(tokens).to_bytes(8, "little")
     data = b"".join((_PARENT_HEAD, parent, b"t", length, tokens))
     return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()

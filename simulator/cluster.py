@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from headrace.errors import RequestError
 from headrace.gateway.ledger import Hold
@@ -150,7 +150,7 @@ class Cluster:
         made = GenerationRequest(
             request_id=f"r{row}",
             model=self._model,
-            prompt_token_ids=tokens,
+            prompt_token_ids=cast("list[int]", tokens),  # read like one, and copied as memory
             sampling=SamplingParams(
                 max_tokens=request.num_output_tokens, ignore_eos=True, seed=row
             ),

@@ -28,6 +28,9 @@ from headrace.types import (
     TokenMasks,
 )
 
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
+_FACTORS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1}
 
 
@@ -114,6 +117,8 @@ class SimulatedRunner:
         first = self._device.step_time.seconds(
             batch.num_prefill_tokens, batch.num_sequences, batch.num_kv_rows
         )
+        if max_steps == 1:
+            return self._repeated(batch, [now + float(first)])
         if first > 0 and until < now + max_steps * first:  # no later step is shorter
             max_steps = max(1, min(max_steps, int((until - now) / first) + 2))
         rows = batch.num_kv_rows + batch.num_sequences * np.arange(max_steps, dtype=np.int64)
@@ -124,7 +129,11 @@ class SimulatedRunner:
         )
         np.add.accumulate(ends, out=ends)  # in the order in which single steps add up
         num_steps = max(1, int(np.searchsorted(ends[:-1], until)))
-        times: list[float] = ends[1 : num_steps + 1].tolist()
+        return self._repeated(batch, ends[1 : num_steps + 1].tolist())
+
+    def _repeated(self, batch: RunBatch, times: list[float]) -> RunResult:
+        """Let the time pass until the last of these steps is done, and draw their tokens."""
+        assert self._set is not None, "only virtual time can be run through"
         self._set(times[-1])
         self._busy_until = times[-1]
         steps = np.arange(len(times), dtype=np.int64)[:, None]
@@ -210,10 +219,13 @@ class SimulatedStep:
 
 def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Return well-spread 64-bit numbers, equal for equal inputs (splitmix64, Steele et al. 2014)."""
-    mixed = values + np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))
+    mixed = values + _GOLDEN
+    mixed ^= mixed >> _SHIFTS[0]
+    mixed *= _FACTORS[0]
+    mixed ^= mixed >> _SHIFTS[1]
+    mixed *= _FACTORS[1]
+    mixed ^= mixed >> _SHIFTS[2]
+    return mixed
 
 
 def _tokens(

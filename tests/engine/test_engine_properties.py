@@ -142,9 +142,8 @@ def test_a_thousand_requests_with_aborts_leave_nothing_behind() -> None:
 
     before = count_sequences()
     one_round()
-    kept = one_round()
-    assert kept <= driver.engine._scheduler.num_slots + 2
-    assert [one_round() for _ in range(2)] == [kept] * 2
+    most = driver.engine._scheduler.num_slots  # the batch builder knows the last one of each slot
+    assert all(one_round() <= most for _ in range(3))
     stats = driver.engine.stats()
     assert stats.preemptions_total > 0
     assert stats.prompt_tokens_total > 0

@@ -39,6 +39,16 @@ def test_the_longest_prefix_of_each_replica() -> None:
     assert index.match(chain("z", 4)) == {} == index.match(())
 
 
+def test_recording_says_what_was_sent_before() -> None:
+    index = PrefixIndex()
+    assert index.record("a", chain("x", 5)) == 0
+    assert index.record("b", chain("x", 3)) == 0
+    for replica, length in (("a", 8), ("b", 8), ("a", 2), ("a", 8), ("c", 1), ("c", 0)):
+        before = index.match_one(replica, chain("x", length))
+        assert index.record(replica, chain("x", length)) == before
+    assert index.match(chain("x", 8)) == {"a": 8, "b": 8, "c": 1}
+
+
 def test_a_replica_that_restarts_loses_its_entries_and_others_keep_theirs() -> None:
     index = PrefixIndex()
     for replica in ("a", "b"):
