@@ -132,15 +132,15 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     arguments = parsed()
     settings = [f"models.0.source={arguments.model}", *arguments.set]
+    flags = [word for setting in settings for word in ("--set", setting)]
     if not arguments.profile.exists():
         config = load_config(None, flags=parse_assignments(settings)).config
-        profile = measure_profile(replica_config(config, 0))
+        profile = measure_profile(replica_config(config, 0), serve_arguments=flags)
         arguments.profile.write_text(json.dumps(profile, indent=1) + "\n")
     hardware = from_profile(arguments.profile)
     setup = make_setup(None, settings, hardware, 1)
     rows = []
     for trace in traces(hardware, arguments.seconds, arguments.load, arguments.seed):
-        flags = [word for setting in settings for word in ("--set", setting)]
         with started_server(flags) as server:
             real = replay(server.url, trace, setup.settings.block_size)
         level = ServiceLevel()

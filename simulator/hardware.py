@@ -127,7 +127,9 @@ def _measured(document: Mapping[str, Any]) -> Hardware:
         document.get("samples", ()),
         StepTimeFormula(**step),
         StepTimeFormula(
-            base_seconds=overhead["engine_seconds_per_step"],
+            base_seconds=max(
+                overhead["engine_seconds_per_step"], overhead.get("served_seconds_per_step", 0.0)
+            ),
             seconds_per_sequence=overhead["engine_seconds_per_sequence"],
         ),
     )

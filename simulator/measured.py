@@ -1,12 +1,14 @@
 """Step times interpolated between the samples of a profile, where the formula alone would be too coarse.
 
 Decodes: piecewise linear in the rows per sequence between the contexts that were measured, and in the
-number of sequences between those that were. Steps with chunks of prompts: the formula, corrected by what
-it missed at chunks of that size. Beyond the samples the formula's slopes go on.
+number of sequences between those that were. Chunks of prompts: linear in the size of the chunk and in the
+context before it, which attention makes dearer by the token; the formula's slopes for the decodes beside
+it. Beyond the samples the slopes go on.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,34 +33,52 @@ class MeasuredStepTime:
         self._formula = formula
         self._overhead = overhead
         decodes: dict[int, dict[float, float]] = {}
-        missed: dict[int, list[float]] = {}
+        chunks: dict[int, dict[float, float]] = {}
         for sample in samples:
             tokens, count = int(sample["prefill_tokens"]), int(sample["sequences"])
             rows = int(sample["kv_rows"])
             if tokens == 0:
                 decodes.setdefault(count, {})[rows / count] = sample["seconds"]
             elif count == 1:
-                said = formula.seconds(tokens, count, rows)
-                missed.setdefault(tokens, []).append(sample["seconds"] / said)
+                chunks.setdefault(tokens, {})[rows - tokens] = sample["seconds"]
         self._counts = sorted(decodes)
         self._lines = [_line(decodes[count]) for count in self._counts]
-        self._chunks = np.array(sorted(missed), float)
-        self._corrections = np.array([np.mean(missed[int(size)]) for size in self._chunks])
+        self._chunks = sorted(chunks)
+        self._chunk_lines = [_line(chunks[size]) for size in self._chunks]
 
     def seconds(self, num_prefill_tokens: int, num_sequences: int, num_kv_rows: Any) -> Any:
         """Return a step's seconds; of an array of KV rows, those of each."""
         extra = self._overhead.seconds(num_prefill_tokens, num_sequences, 0)
+        if num_prefill_tokens and self._chunks:
+            chunk = self._chunk_seconds(num_prefill_tokens, num_sequences, num_kv_rows) + extra
+            return chunk if np.ndim(num_kv_rows) else float(chunk)
         if num_prefill_tokens or not self._counts:
-            said = self._formula.seconds(num_prefill_tokens, num_sequences, num_kv_rows)
-            return said * self._correction(num_prefill_tokens) + extra
+            return self._formula.seconds(num_prefill_tokens, num_sequences, num_kv_rows) + extra
         rows = np.atleast_1d(np.asarray(num_kv_rows, float))
         found = self._decode_seconds(num_sequences, rows) + extra
         return found if np.ndim(num_kv_rows) else float(found[0])
 
-    def _correction(self, num_prefill_tokens: int) -> float:
-        if not len(self._chunks):
-            return 1.0
-        return float(np.interp(num_prefill_tokens, self._chunks, self._corrections))
+    def _chunk_seconds(self, num_tokens: int, num_sequences: int, num_kv_rows: Any) -> Any:
+        """Return what a chunk takes, the rows before it shared evenly with the sequences beside it.
+
+        Which sequence has how many rows is not known here, nor how many of them have prompts.
+        """
+        context = np.maximum(num_kv_rows - num_tokens, 0) / num_sequences
+        others = num_sequences - 1
+        beside = others * (
+            self._formula.seconds_per_sequence + context * self._formula.seconds_per_kv_row
+        )
+        sizes = self._chunks
+        above = min(bisect_left(sizes, num_tokens), len(sizes) - 1)
+        if sizes[above] == num_tokens or len(sizes) == 1:
+            more = (num_tokens - sizes[above]) * self._formula.seconds_per_prefill_token
+            return _along(self._chunk_lines[above], context) + more + beside
+        above = max(above, 1)
+        low, high = sizes[above - 1], sizes[above]
+        lower = _along(self._chunk_lines[above - 1], context)
+        upper = _along(self._chunk_lines[above], context)
+        found = lower + (num_tokens - low) / (high - low) * (upper - lower)
+        return np.maximum(found, lower if num_tokens > low else 0.0) + beside
 
     def _decode_seconds(self, num_sequences: int, rows: Floats) -> Floats:
         counts = self._counts
@@ -84,6 +104,16 @@ class MeasuredStepTime:
         beyond *= self._formula.seconds_per_kv_row
         found: Floats = np.interp(each, contexts, seconds) + beyond
         return found
+
+
+def _along(line: tuple[Floats, Floats], context: Any) -> Any:
+    """Return the seconds at a context, on the last piece's slope beyond the last sample."""
+    contexts, seconds = line
+    found = np.interp(context, contexts, seconds)
+    if len(contexts) > 1:
+        slope = (seconds[-1] - seconds[-2]) / (contexts[-1] - contexts[-2])
+        found = found + slope * np.maximum(context - contexts[-1], 0.0)
+    return found
 
 
 def _line(points: Mapping[float, float]) -> tuple[Floats, Floats]:

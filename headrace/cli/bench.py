@@ -289,7 +289,11 @@ def write_profile(
         raise ConfigError("--profile measures an engine of its own: leave out --url, give --model")
     loaded = load(config, model=model, settings=settings)
     with stage_progress() as report:
-        profile: dict[str, Any] = measure_profile(replica_config(loaded.config, 0), report=report)
+        profile: dict[str, Any] = measure_profile(
+            replica_config(loaded.config, 0),
+            serve_arguments=serve_arguments(config, model, settings),
+            report=report,
+        )
     file.write_text(json.dumps(profile, indent=1) + "\n")
     fit = profile["step_time"]
     typer.echo(

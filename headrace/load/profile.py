@@ -35,18 +35,23 @@ CHUNKS = (16, 64, 128, 256, 512)
 REPEATS = 5
 _OVERHEAD_STEPS = 200
 _GATEWAY_REQUESTS, _GATEWAY_TOKENS = 64, 65
+_SERVED_REQUESTS, _SERVED_PROMPT, _SERVED_OUTPUT = 12, 48, 17
 
 Report = Callable[[str, float], None]
 Sample = dict[str, float]
 
 
 def measure_profile(
-    data: Mapping[str, Any], *, report: Report = lambda stage, fraction: None
+    data: Mapping[str, Any],
+    *,
+    serve_arguments: Sequence[str],
+    report: Report = lambda stage, fraction: None,
 ) -> dict[str, Any]:
     """Return the profile of the replica that `data` (headrace.config.schema.replica_config) describes.
 
     Loads its model in this process and runs real steps, then starts a server over a simulated device
-    for the gateway's part. Raises what building the engine raises.
+    for the gateway's part, and one with `serve_arguments` (`headrace serve`'s, for the same
+    configuration) for what serving adds to a step. Raises what building the engine raises.
     """
     config = ReplicaConfig.from_dict(data)
     manager = create_plugin_manager(
@@ -90,7 +95,9 @@ def measure_profile(
             "seconds_per_kv_row": formula.seconds_per_kv_row,
         },
         "fit": {"mean_relative_error": mean_relative_error(formula, samples)},
-        "overhead": measure_overhead() | measure_gateway(config, report),
+        "overhead": measure_overhead()
+        | measure_gateway(config, report)
+        | measure_served(serve_arguments, samples, report),
         "samples": samples,
     }
 
@@ -276,6 +283,41 @@ def measure_gateway(config: ReplicaConfig, report: Report) -> dict[str, float | 
         "gateway_seconds_per_request": max(0.0, spent[1] / _GATEWAY_REQUESTS - per_token),
         "gateway_seconds_per_token": per_token,
     }
+
+
+def measure_served(
+    serve_arguments: Sequence[str], samples: Sequence[Sample], report: Report
+) -> dict[str, float]:
+    """Return how much longer a decode takes in a server than alone, in seconds; at least 0.
+
+    The engine's own part is in it, and what gateway and client take from the cores that compute.
+    """
+    import anyio
+
+    from headrace.load.client import run_load
+    from headrace.load.plan import Lengths, LoadPlan
+    from headrace.testing.server import started_server
+
+    report("served steps", 0.0)
+    with started_server(serve_arguments) as server:
+        plan = LoadPlan(
+            url=server.url,
+            concurrency=1,
+            num_requests=_SERVED_REQUESTS,
+            prompt_tokens=Lengths.fixed(_SERVED_PROMPT),
+            output_tokens=Lengths.fixed(_SERVED_OUTPUT),
+        )
+        for seed in range(2):  # the first warms it up
+            found = anyio.run(run_load, replace(plan, seed=seed)).latency("tpot")
+    assert found is not None, "a server that is ready answers"
+    report("served steps", 1.0)
+    return {"served_seconds_per_step": max(0.0, found["p50"] - shortest_decode(samples))}
+
+
+def shortest_decode(samples: Sequence[Sample]) -> float:
+    """Return the seconds of the measured decode of one sequence with the fewest rows."""
+    decodes = [each for each in samples if each["prefill_tokens"] == 0 and each["sequences"] == 1]
+    return min(decodes, key=lambda each: each["kv_rows"])["seconds"]
 
 
 def core_seconds(pid: int) -> float | None:

@@ -16,6 +16,7 @@ from headrace.load.profile import (
     fit,
     mean_relative_error,
     measure_steps,
+    shortest_decode,
     step_shapes,
 )
 from headrace.step_time import StepTimeFormula
@@ -85,3 +86,17 @@ def test_the_engines_part_of_a_step_and_a_process_own_time_are_seen() -> None:
     before = core_seconds(os.getpid())
     assert before is None or before > 0
     assert core_seconds(2**31 - 1) is None
+
+
+def test_serving_is_compared_with_the_decode_of_fewest_rows() -> None:
+    def sample(tokens: int, sequences: int, rows: int, seconds: float) -> dict[str, float]:
+        counts = {"prefill_tokens": tokens, "sequences": sequences, "kv_rows": rows}
+        return {**counts, "seconds": seconds}
+
+    samples = [
+        sample(0, 1, 513, 0.005),
+        sample(0, 1, 65, 0.004),
+        sample(16, 1, 16, 0.02),
+        sample(0, 2, 8, 0.003),
+    ]
+    assert shortest_decode(samples) == 0.004

@@ -30,17 +30,32 @@ SAMPLES = [
     sample(0, 16, 1040, 0.050),
     sample(0, 16, 8208, 0.070),
     sample(16, 1, 16, 0.040),
+    sample(16, 1, 1040, 0.056),
     sample(256, 1, 256, 0.200),
+    sample(256, 1, 1280, 0.440),
 ]
 
 
 def test_samples_come_back_as_they_were_measured() -> None:
     step_time = MeasuredStepTime(SAMPLES, FORMULA, StepTimeFormula())
-    for given_sample in (SAMPLES[0], SAMPLES[1], SAMPLES[2], SAMPLES[5], SAMPLES[6], SAMPLES[7]):
+    for given_sample in (*SAMPLES[:3], *SAMPLES[5:]):
         counts = [int(given_sample[n]) for n in ("prefill_tokens", "sequences", "kv_rows")]
         assert step_time.seconds(*counts) == pytest.approx(given_sample["seconds"])
     halfway = step_time.seconds(0, 10, 650)
     assert halfway == pytest.approx((0.019 + 0.050) / 2)
+
+
+def test_a_chunk_costs_more_the_longer_the_context_before_it() -> None:
+    """Attention makes each token of a chunk dearer by the context: no sum of the two says that."""
+    step_time = MeasuredStepTime(SAMPLES, FORMULA, StepTimeFormula())
+    assert step_time.seconds(16, 1, 16 + 512) == pytest.approx((0.040 + 0.056) / 2)
+    assert step_time.seconds(136, 1, 136 + 1024) == pytest.approx((0.056 + 0.440) / 2)
+    beyond = 0.440 + 0.240  # twice the context: the same slope goes on
+    assert step_time.seconds(256, 1, 256 + 2048) == pytest.approx(beyond)
+    assert step_time.seconds(300, 1, 300) == pytest.approx(0.200 + 44 * (0.160 / 240))
+    beside = 3 * (2e-3 + 256e-6)  # three decodes beside it, by the formula
+    with_decodes = step_time.seconds(256, 4, 256 + 4 * 256)
+    assert with_decodes == pytest.approx(0.200 + 0.240 / 4 + beside)
 
 
 def test_the_engine_s_part_is_added() -> None:
@@ -54,12 +69,16 @@ def test_without_samples_the_formula_says() -> None:
     assert step_time.seconds(0, 2, 100) == FORMULA.seconds(0, 2, 100)
 
 
-@given(sequences=st.integers(1, 100), first=st.integers(1, 10_000))
+@given(
+    sequences=st.integers(1, 100),
+    first=st.integers(1, 10_000),
+    tokens=st.just(0) | st.integers(2, 1000),
+)
 def test_more_rows_never_take_less_and_a_row_of_steps_is_its_steps(
-    sequences: int, first: int
+    sequences: int, first: int, tokens: int
 ) -> None:
     step_time = MeasuredStepTime(SAMPLES, FORMULA, StepTimeFormula(base_seconds=1e-4))
-    rows = first * sequences + sequences * np.arange(50)
-    together = step_time.seconds(0, sequences, rows)
-    assert together.tolist() == [step_time.seconds(0, sequences, int(each)) for each in rows]
+    rows = first * sequences + sequences * np.arange(50) + tokens
+    together = step_time.seconds(tokens, sequences, rows)
+    assert together.tolist() == [step_time.seconds(tokens, sequences, int(each)) for each in rows]
     assert (np.diff(together) >= 0).all()

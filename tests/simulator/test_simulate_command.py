@@ -95,7 +95,8 @@ def profile(folder: pathlib.Path) -> pathlib.Path:
             "seconds_per_kv_row": 0.0,
         },
         "overhead": {
-            "engine_seconds_per_step": 0.001,
+            "engine_seconds_per_step": 0.0004,
+            "served_seconds_per_step": 0.001,
             "engine_seconds_per_sequence": 0.0,
             "gateway_seconds_per_request": 0.05,
         },
