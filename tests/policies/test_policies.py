@@ -94,11 +94,11 @@ def test_a_preempted_request_comes_back_first() -> None:
 
 
 def test_priority_then_arrival() -> None:
-    policy = PriorityFirst()
+    policy, soon = PriorityFirst(), view(now=10.0)
     waiting = requests(("low", 0, 5), ("urgent-2", 3, -1), ("urgent-1", 2, -1), ("mid", 1, 0))
-    assert ids(policy.rank_waiting(waiting, view())) == ["urgent-1", "urgent-2", "mid", "low"]
-    assert policy.choose_victim(waiting, view()).request_id == "low"
-    assert policy.choose_victim(waiting[1:3], view()).request_id == "urgent-2"
+    assert ids(policy.rank_waiting(waiting, soon)) == ["urgent-1", "urgent-2", "mid", "low"]
+    assert policy.choose_victim(waiting, soon).request_id == "low"
+    assert policy.choose_victim(waiting[1:3], soon).request_id == "urgent-2"
 
 
 def replicas(*names: str) -> list[ReplicaView]:
