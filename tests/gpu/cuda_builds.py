@@ -59,7 +59,7 @@ MUTANTS: Mapping[tuple[str, str], str] = {
     ("BUG_NO_SYNC_AFTER_COPY", "tiles: few"): "thread",
     ("BUG_NO_SYNC_BEFORE_REUSE", "tiles: few"): "thread",
     ("BUG_NO_BARRIER_AFTER_QUERY", "tiles: few"): "thread",
-    ("BUG_NO_BARRIER_IN_MERGE", "tiles: few"): "none",
+    ("BUG_NO_BARRIER_IN_MERGE", "tiles: few"): "thread",
     ("BUG_NO_BARRIER_IN_SUM", "norm"): "none",
     ("BUG_NO_BARRIER_BEFORE_BIAS", "draw_small"): "thread",
     ("BUG_NO_BARRIER_BEFORE_PENALTIES", "draw_small"): "thread",

@@ -87,7 +87,10 @@ def main() -> None:
         for order in orders:
             # blocks are unordered only where nothing is planted: every fiber of theirs is then kept
             unordered = mode == "thread" and not defines
-            for early in (False, True):  # asynchronous copies may land at the wait, or at once
+            copies = name not in {**ROW_CASES, **DRAW_CASES}
+            for early in (
+                (False, True) if copies else (False,)
+            ):  # where copies land: at the wait, at once
                 launcher.configure(order, unordered=unordered, early=early)
                 CHECKS[name](kernels)
 
