@@ -32,7 +32,7 @@ def test_the_policy_on_the_stack_is_named(tmp_path: pathlib.Path) -> None:
     def in_scheduling(file: Any) -> None:
         class Policy(FirstComeFirstServed):
             def prefill_budget(self, view: SchedulerView) -> int:
-                faulthandler.dump_traceback(file)
+                faulthandler.dump_traceback(file, all_threads=False)
                 return 1
 
         SchedulingGuard(Policy(), FirstComeFirstServed()).prefill_budget(VIEW)
@@ -40,14 +40,14 @@ def test_the_policy_on_the_stack_is_named(tmp_path: pathlib.Path) -> None:
     def in_an_observer(file: Any) -> None:
         class Policy(FirstComeFirstServed):
             def observe(self, step: Any) -> None:
-                faulthandler.dump_traceback(file)
+                faulthandler.dump_traceback(file, all_threads=False)
 
         SchedulingGuard(Policy(), FirstComeFirstServed()).observe(None)  # type: ignore[arg-type]
 
     def in_eviction(file: Any) -> None:
         class Policy(LeastRecentlyUsed):
             def key(self, block: BlockView, now: float) -> tuple[float, float | None]:
-                faulthandler.dump_traceback(file)
+                faulthandler.dump_traceback(file, all_threads=False)
                 return 1.0, None
 
         EvictionGuard(Policy(), LeastRecentlyUsed()).key(BlockView(0), 0.0)
@@ -61,12 +61,15 @@ def test_an_engine_that_hangs_elsewhere_blames_no_policy(tmp_path: pathlib.Path)
     def builtin_decides(file: Any) -> None:
         class Builtin(FirstComeFirstServed):
             def prefill_budget(self, view: SchedulerView) -> int:
-                faulthandler.dump_traceback(file)
+                faulthandler.dump_traceback(file, all_threads=False)
                 return 1
 
         guard = SchedulingGuard(FirstComeFirstServed(), Builtin())
         guard.bench("for the test")
         guard.prefill_budget(VIEW)
 
-    assert kind_seen(faulthandler.dump_traceback, tmp_path) == ""
+    def this_thread(file: Any) -> None:
+        faulthandler.dump_traceback(file, all_threads=False)
+
+    assert kind_seen(this_thread, tmp_path) == ""
     assert kind_seen(builtin_decides, tmp_path) == ""
