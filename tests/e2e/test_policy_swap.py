@@ -19,12 +19,12 @@ from headrace.testing.server import StartedServer, started_server
 
 ADMIN = {"HEADRACE_TEST_ADMIN": "let-me-in"}
 KEY = {"authorization": "Bearer let-me-in"}
-LAST_FIRST = """
-class LastFirst:
-    name = "last_first"
+OLDEST = """
+class Oldest:
+    name = "oldest"
 
     def rank_waiting(self, waiting, view):
-        return sorted(waiting, key=lambda request: -request.arrival_time)
+        return sorted(waiting, key=lambda request: request.arrival_time)
 
     def choose_victim(self, running, view):
         return running[-1]
@@ -36,8 +36,8 @@ class LastFirst:
 
 @pytest.fixture
 def policy(tmp_path: pathlib.Path) -> pathlib.Path:
-    path = tmp_path / "last_first.py"
-    path.write_text(LAST_FIRST.format(budget="return view.token_budget"))
+    path = tmp_path / "oldest.py"
+    path.write_text(OLDEST.format(budget="return view.token_budget"))
     return path
 
 
@@ -108,15 +108,15 @@ def test_swaps_under_load_lose_nothing_and_a_refusal_changes_nothing(
     config: pathlib.Path, policy: pathlib.Path
 ) -> None:
     with started_server(["-c", str(config)], environment=ADMIN) as server:
-        uses = [f"{policy}:LastFirst", "fair_share", "slo", "./last_first.py:LastFirst"]
+        uses = [f"{policy}:Oldest", "fair_share", "slo", "./oldest.py:Oldest"]
         answers = asyncio.run(load_and_swap(server, uses))
         assert {status for status, _ in answers} == {200}
         assert len({text for _, text in answers}) == 1
-        wait_for(server, ["last_first", "last_first"])
+        wait_for(server, ["oldest", "oldest"])
 
         for use, reason in (
             ("./nowhere.py:Policy", "nowhere.py: cannot be read"),
-            ("./last_first.py:Missing", "has no class 'Missing'"),
+            ("./oldest.py:Missing", "has no class 'Missing'"),
             ("shortest_frist", "Did you mean 'shortest_first'"),
         ):
             refused = swap(server, "scheduling", use)
@@ -124,7 +124,7 @@ def test_swaps_under_load_lose_nothing_and_a_refusal_changes_nothing(
             assert reason in refused.json()["error"]["message"]
         assert swap(server, "scheduling", "slo", ttft="fast").status_code == 400
         assert swap(server, "quantization", "int8").status_code == 400
-        wait_for(server, ["last_first", "last_first"])
+        wait_for(server, ["oldest", "oldest"])
 
         assert swap(server, "routing", "least_loaded").status_code == 200
         assert [each["name"] for each in in_force(server, "routing")] == ["least_loaded"]
@@ -138,7 +138,7 @@ def test_swaps_under_load_lose_nothing_and_a_refusal_changes_nothing(
         os.kill(child.pid, signal.SIGKILL)
         child.wait(30)
         server.wait_ready()
-        wait_for(server, ["last_first", "last_first"])
+        wait_for(server, ["oldest", "oldest"])
         assert [each["name"] for each in in_force(server, "eviction")] == ["lfu", "lfu"]
 
 
@@ -146,21 +146,19 @@ def test_saving_a_script_swaps_it_in_and_a_broken_one_changes_nothing(
     config: pathlib.Path, policy: pathlib.Path
 ) -> None:
     with config.open("a") as out:
-        out.write("    policies: {scheduling: ./last_first.py:LastFirst}\n")
+        out.write("    policies: {scheduling: ./oldest.py:Oldest}\n")
     with started_server(["-c", str(config), "--watch"], environment=ADMIN) as server:
-        wait_for(server, ["last_first", "last_first"])
-        policy.write_text("class LastFirst:\n    pass\n")
+        wait_for(server, ["oldest", "oldest"])
+        policy.write_text("class Oldest:\n    pass\n")
         while not any("policy_not_reloaded" in line for line in server.output):
             time.sleep(0.05)
-        wait_for(server, ["last_first", "last_first"])
-        changed = LAST_FIRST.format(budget="return view.token_budget").replace(
-            '"last_first"', '"saved"'
-        )
+        wait_for(server, ["oldest", "oldest"])
+        changed = OLDEST.format(budget="return view.token_budget").replace('"oldest"', '"saved"')
         policy.write_text(changed)
         wait_for(server, ["saved", "saved"])
         other = policy.with_name("other.py")
         other.write_text(changed.replace('"saved"', '"other"'))
-        assert swap(server, "scheduling", "./other.py:LastFirst").status_code == 200
+        assert swap(server, "scheduling", "./other.py:Oldest").status_code == 200
         policy.write_text(changed.replace('"saved"', '"saved_when_replaced"'))
         other.write_text(changed.replace('"saved"', '"other_saved"'))
         wait_for(server, ["other_saved", "other_saved"])
@@ -220,10 +218,10 @@ def test_saving_a_routing_script_sends_the_next_requests_elsewhere(
 def test_a_policy_that_does_not_come_back_is_benched_and_no_request_is_lost(
     config: pathlib.Path, policy: pathlib.Path
 ) -> None:
-    hangs = LAST_FIRST.format(budget="while True: pass")
+    hangs = OLDEST.format(budget="while True: pass")
     policy.write_text(hangs)
     with started_server(["-c", str(config)], environment=ADMIN) as server:
-        assert swap(server, "scheduling", "./last_first.py:LastFirst").status_code == 200
+        assert swap(server, "scheduling", "./oldest.py:Oldest").status_code == 200
         answers = asyncio.run(load_and_swap(server, []))
         assert {status for status, _ in answers} <= {200}
         body = {"model": "m", "prompt": "x", "max_tokens": 6}
@@ -246,9 +244,9 @@ def test_a_policy_that_does_not_come_back_is_benched_and_no_request_is_lost(
 def test_a_policy_stuck_in_compiled_code_costs_a_restart_and_its_requests_learn_why(
     config: pathlib.Path, policy: pathlib.Path
 ) -> None:
-    policy.write_text(LAST_FIRST.format(budget="import time; time.sleep(3600)"))
+    policy.write_text(OLDEST.format(budget="import time; time.sleep(3600)"))
     with started_server(["-c", str(config)], environment=ADMIN) as server:
-        assert swap(server, "scheduling", "./last_first.py:LastFirst").status_code == 200
+        assert swap(server, "scheduling", "./oldest.py:Oldest").status_code == 200
         body = {"model": "m", "prompt": "x", "max_tokens": 6}
         answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=90)
         assert answer.status_code >= 500
@@ -264,11 +262,11 @@ def test_an_engine_that_a_policy_hung_is_started_again_without_it(
     config: pathlib.Path, policy: pathlib.Path
 ) -> None:
     """A sum in compiled code keeps the interpreter's lock: nothing in the process can stop it."""
-    policy.write_text(LAST_FIRST.format(budget="return sum(range(10**12))"))
+    policy.write_text(OLDEST.format(budget="return sum(range(10**12))"))
     text = config.read_text().replace(
         "replicas: 2", "replicas: [{kind: process, hang_timeout: 2s}]"
     )
-    config.write_text(f"{text}    policies: {{scheduling: ./last_first.py:LastFirst}}\n")
+    config.write_text(f"{text}    policies: {{scheduling: ./oldest.py:Oldest}}\n")
     body = {"model": "m", "prompt": "x", "max_tokens": 6}
     with started_server(["-c", str(config)], environment=ADMIN) as server:
         answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=90)
@@ -277,7 +275,7 @@ def test_an_engine_that_a_policy_hung_is_started_again_without_it(
         server.wait_ready()
         assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=90).status_code == 200
         (state,) = in_force(server, "scheduling")
-        assert (state["name"], state["is_benched"]) == ("last_first", True)
+        assert (state["name"], state["is_benched"]) == ("oldest", True)
         assert "gave no sign of life" in state["last_failure"]
         assert swap(server, "scheduling", "slo").status_code == 200
         assert not in_force(server, "scheduling")[0]["is_benched"]
@@ -288,9 +286,9 @@ def test_an_engine_whose_swapped_script_is_gone_comes_back_with_the_configured_p
 ) -> None:
     config.write_text(config.read_text().replace("replicas: 2", "replicas: 1"))
     with started_server(["-c", str(config)], environment=ADMIN) as server:
-        assert swap(server, "scheduling", "./last_first.py:LastFirst").status_code == 200
+        assert swap(server, "scheduling", "./oldest.py:Oldest").status_code == 200
         policy.unlink()
         psutil.Process(server.process.pid).children()[0].kill()
         wait_for(server, ["fcfs"])
         lost = next(line for line in server.output if "policy_swap_lost" in line)
-        assert "last_first.py: cannot be read" in lost
+        assert "oldest.py: cannot be read" in lost
