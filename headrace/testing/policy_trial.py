@@ -72,7 +72,8 @@ def serve(
     """Serve `jobs` under `policy` and return how each fared, in their order.
 
     It ends when all are served, at `until`, or when job number `awaited` has its first token: then
-    times that did not come are -1. `settings` are fields of EngineSettings. `on_step` is told the engine and the time after each step.
+    times that did not come are -1. `settings` are fields of EngineSettings. `on_step` is told the engine and
+    the time after each step.
     """
     engine_settings = EngineSettings(
         **{
