@@ -107,11 +107,6 @@ class AdmissionGate:
         self._places = _places(policies)
 
     @property
-    def policy_failures_total(self) -> int:
-        """Calls of a policy that its fallback had to decide."""
-        return sum(getattr(policy, "failures_total", 0) for policy in self._policies)
-
-    @property
     def num_tickets(self) -> int:
         """Tickets taken and not yet released."""
         return self._num_tickets

@@ -73,10 +73,6 @@ class Router:
         """What stands before the policy: its state, and the way to swap it."""
         return self._guard
 
-    @property
-    def policy_failures_total(self) -> int:
-        return self._guard.failures_total
-
     def resolve(self, model: str | None) -> ModelGroup:
         """Return the model of that name; None or "" means the only one.
 

@@ -112,7 +112,7 @@ def test_a_policy_that_names_no_replica_is_overruled_and_counted() -> None:
     route = router(group("m", "ready", "ready"), policy=Stubborn())
 
     assert [route.choose(RoutingRequest("m"), 0.0).id for _ in range(3)] == ["m-0", "m-1", "m-0"]
-    assert route.policy_failures_total > 0
+    assert route.guard.failures_total > 0
 
 
 def test_none_ready_is_unavailable_with_the_stage_of_the_one_that_comes_next() -> None:
