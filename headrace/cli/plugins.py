@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import typer
-
 from headrace.cli.options import ConfigFile, Settings, load
+from headrace.cli.table import print_table
 from headrace.errors import PluginError
 
 if TYPE_CHECKING:
@@ -27,10 +26,7 @@ def plugins(config: ConfigFile = None, settings: Settings = None) -> None:
         rows += [
             (kind, entry.name, entry.origin, _availability(registry, entry)) for entry in registry
         ]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
-        typer.echo("  ".join([*cells, row[3]]).rstrip())
+    print_table(rows)
 
 
 def _availability(registry: Registry, entry: Entry) -> str:

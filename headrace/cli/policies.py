@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from headrace.cli.table import print_table
 from headrace.errors import ConfigError, PluginError
 
 if TYPE_CHECKING:
@@ -40,10 +41,7 @@ def list_policies() -> None:
             (kind, entry.name, entry.origin, _first_line(registry.get(entry.name)))
             for entry in registry
         ]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
-        typer.echo("  ".join([*cells, row[3]]).rstrip())
+    print_table(rows)
 
 
 @policies.command("new")

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from headrace.cli.table import print_table
 from headrace.errors import ConfigError
 
 replicas = typer.Typer(
@@ -29,10 +30,7 @@ def list_replicas(url: Url = _URL, key_env: KeyEnv = _KEY_ENV) -> None:
     for each in _call("GET", "/admin/replicas", url, key_env)["replicas"]:
         names = ("id", "kind", "state", "requests", "restarts", "reason")
         rows.append(tuple(str(each.get(name, "")) for name in names))  # type: ignore[arg-type]
-    widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
-        typer.echo("  ".join([*cells, row[5]]).rstrip())
+    print_table(rows)
 
 
 @replicas.command("add")
