@@ -191,8 +191,9 @@ def with_class(use: str) -> str:
 
 def _absolute(use: str) -> str:
     """Return the reference with an absolute path: the server has another working directory."""
-    path, _, class_name = use.rpartition(":")
-    return f"{Path(path).expanduser().resolve()}:{class_name}"
+    from headrace.plugins.script import script_path
+
+    return f"{script_path(use, Path())}:{use.rpartition(':')[2]}"
 
 
 def _kind_of(registries: Any, use: str) -> str:
