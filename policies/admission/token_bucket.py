@@ -9,11 +9,11 @@ the list of admission policies; what both charge is taken together or not at all
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
+from headrace.errors import did_you_mean
 from headrace.types import AdmissionView, Admit, Charge, Queue, Reject, TicketView
 from headrace.types.units import Bounds
 
@@ -115,10 +115,6 @@ def _request_charges(limits: TokenBucket.Options, whose: str) -> list[Charge]:
 def _check_override(name: str, limits: Mapping[str, int]) -> None:
     for key, value in limits.items():
         if key not in _LIMITS:
-            near = difflib.get_close_matches(key, _LIMITS, n=1)
-            hint = f"Did you mean '{near[0]}'? " if near else ""
-            raise ValueError(
-                f"overrides.{name} has no limit '{key}'. {hint}Known: {', '.join(_LIMITS)}"
-            )
+            raise ValueError(f"overrides.{name} has no limit '{key}'. {did_you_mean(key, _LIMITS)}")
         if value < 1:
             raise ValueError(f"overrides.{name}.{key} must be at least 1, got {value}")
