@@ -110,7 +110,7 @@ class Outbox:
         `wakes`: whoever waits for frames is told; without it somebody takes them anyway.
         """
         with self._changed:
-            was_empty = not self._has_frames()
+            was_empty = not self.has_frames
             if isinstance(frame, StepEvents):
                 for event in frame.events:
                     self._events.add(event)
@@ -135,7 +135,7 @@ class Outbox:
         events. Ready and Failed come last: whoever reads them has read everything before.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._has_frames() or self._closed, timeout)
+            self._changed.wait_for(lambda: self.has_frames or self._closed, timeout)
             taken: list[FromEngine] = []
             if self._progress is not None:
                 taken.append(self._progress)
@@ -153,7 +153,7 @@ class Outbox:
     def wait(self) -> None:
         """Wait until there are frames to take, or `wake` or `close` is called."""
         with self._changed:
-            self._changed.wait_for(lambda: self._has_frames() or self._closed or self._is_woken)
+            self._changed.wait_for(lambda: self.has_frames or self._closed or self._is_woken)
 
     def wake(self) -> None:
         """End a `wait` even where there is nothing to take."""
@@ -164,7 +164,8 @@ class Outbox:
     @property
     def has_frames(self) -> bool:
         """Whether something waits to be taken."""
-        return self._has_frames()
+        is_news = self._progress is not None or self._stats is not None
+        return is_news or bool(self._frames or self._milestones)
 
     @property
     def is_closed(self) -> bool:
@@ -176,7 +177,3 @@ class Outbox:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-
-    def _has_frames(self) -> bool:
-        is_news = self._progress is not None or self._stats is not None
-        return is_news or bool(self._frames or self._milestones)
