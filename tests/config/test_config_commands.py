@@ -4,26 +4,9 @@ from __future__ import annotations
 
 import pathlib
 import re
-import sys
 
 import pytest
 import yaml
-
-from headrace.cli import main
-
-
-@pytest.fixture
-def headrace(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
-    def run(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["headrace", *words])
-        with pytest.raises(SystemExit) as left:
-            main()
-            sys.exit(0)
-        printed = capsys.readouterr()
-        code = left.value.code
-        return code if isinstance(code, int) else 0, printed.out, printed.err
-
-    return run
 
 
 def test_check_config_prints_everything_with_its_origin(  # type: ignore[no-untyped-def]

@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 import pytest
 
-from headrace.cli import main
 from headrace.cli.policies import KINDS
 from headrace.testing.policy_report import examine
 
@@ -33,23 +32,10 @@ class Unbounded:
 
 
 @pytest.fixture
-def headrace(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: pathlib.Path,
-) -> Run:
+def headrace(headrace: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Run:
+    """Runs a command as all tests here do, in an empty folder."""
     monkeypatch.chdir(tmp_path)
-
-    def run(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["headrace", *words])
-        with pytest.raises(SystemExit) as left:
-            main()
-            sys.exit(0)
-        printed = capsys.readouterr()
-        code = left.value.code
-        return code if isinstance(code, int) else 0, printed.out, printed.err
-
-    return run
+    return headrace
 
 
 @pytest.mark.parametrize("kind", KINDS)
