@@ -16,7 +16,7 @@ from headrace.backends.cpu import kernels_elementwise as elementwise
 from headrace.backends.cpu.kernels_attention import attend_parallel, attend_share
 from headrace.backends.cpu.kernels_linear import product_parallel, product_share
 from headrace.backends.cpu.kernels_rows import BF16, F16, F32
-from headrace.backends.cpu.kv_pool import KVLayer, KVPool, bytes_per_block, kv_dtype_of
+from headrace.backends.cpu.kv_pool import zero_plane
 from headrace.backends.cpu.memory import available_memory
 from headrace.backends.cpu.sampling import Sampler
 from headrace.backends.cpu.step import CpuStep, plan
@@ -32,6 +32,8 @@ from headrace.backends.cpu.weights import (
     pack,
     packed_linear,
 )
+from headrace.backends.torch_kv_pool import KVPool, kv_dtype_of
+from headrace.backends.torch_ops import DTYPES, TorchOps
 from headrace.errors import ConfigError
 from headrace.interfaces import AttentionSpec
 from headrace.types import (
@@ -49,10 +51,9 @@ if TYPE_CHECKING:
 
 Weight = PackedWeight | RowsWeight
 FORMATS = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16}
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class CpuOps:
+class CpuOps(TorchOps):
     """Implements headrace.interfaces.Ops. Used by one thread at a time."""
 
     schemes = frozenset(PLAIN)
@@ -63,16 +64,16 @@ class CpuOps:
             raise ConfigError(
                 f"backend 'cpu' computes in {', '.join(DTYPES)}; dtype is {settings.dtype!r}"
             )
+        super().__init__(
+            kv_dtype_of(settings.kv_dtype, DTYPES, "the reference path of backend 'cpu'")
+        )
         self._team = Team(settings.num_threads)
-        self._kv_dtype = kv_dtype_of(settings.kv_dtype)
         self._dtype = DTYPES[settings.dtype]
         packs = not settings.deterministic
         if packs and self._dtype == torch.float16:
             self._dtype = torch.float32
         self._packs = packs and can_pack(self._dtype)
         self._act_dtype = self._dtype if self._packs else torch.float32
-        self._weight_bytes = 0
-        self._pool: KVPool | None = None
         self._sampler = Sampler(self._team)
 
     # --- once, at load ----------------------------------------------------------
@@ -106,53 +107,23 @@ class CpuOps:
 
     # --- KV storage -------------------------------------------------------------
 
-    @property
-    def layers(self) -> dict[int, KVLayer]:
-        """The storage by layer; empty before allocate_kv."""
-        return {} if self._pool is None else self._pool.layers
-
-    def kv_bytes_per_block(self, groups: Sequence[KVGroupSpec], block_size: int) -> int:
-        return bytes_per_block(groups, block_size, self._kv_dtype)
-
     def allocate_kv(self, groups: Sequence[KVGroupSpec], num_blocks: int, block_size: int) -> None:
-        self._pool = KVPool(groups, num_blocks, block_size, self._kv_dtype)
-
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self._kv().copy_blocks(pairs)
-
-    def read_rows(
-        self, layer: int, slots: Sequence[int]
-    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        return self._kv().read_rows(layer, slots)
-
-    def write_rows(
-        self,
-        layer: int,
-        slots: Sequence[int],
-        keys: NDArray[np.float32],
-        values: NDArray[np.float32],
-    ) -> None:
-        self._kv().write_rows(layer, slots, keys, values)
-
-    def weight_bytes(self) -> int:
-        return self._weight_bytes
+        for group in groups:
+            if group.head_dim % 16:
+                raise ConfigError(
+                    f"backend 'cpu' supports head_dim 64, 80, 96, 128, 256 and other multiples of 16; "
+                    f"KV group '{group.name}' has {group.head_dim}"
+                )
+        self._pool = KVPool(groups, num_blocks, block_size, self._kv_dtype, zero_plane)
 
     def available_bytes(self) -> int:
         return available_memory()
-
-    def _kv(self) -> KVPool:
-        assert self._pool is not None, "allocate_kv comes before any use of the KV pool"
-        return self._pool
 
     # --- the forward ------------------------------------------------------------
 
     def plan_step(self, batch: ForwardBatch) -> CpuStep:
         self._team.join()
         return plan(batch, self._sampler.drawn)
-
-    def embed(self, weight: RowsWeight, step: CpuStep, scale: float = 1.0) -> torch.Tensor:
-        rows = weight.rows.index_select(0, step.token_ids).float()
-        return rows if scale == 1.0 else rows.mul_(scale)
 
     def linear(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
         if isinstance(weight, PackedWeight):
@@ -209,9 +180,6 @@ class CpuOps:
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         return residual.float().add_(x)
 
-    def split(self, x: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
-        return torch.split_with_sizes(x, list(sizes), dim=1)
-
     def rope_write_kv(
         self,
         q: torch.Tensor,
@@ -265,12 +233,6 @@ class CpuOps:
         arguments = (*_row(x), *_row(out), activation, x.shape[0], size)
         self._team.run(elementwise.gate_share, elementwise.gate_parallel, x.numel(), *arguments)
         return out
-
-    def take_rows(self, x: torch.Tensor, step: CpuStep) -> torch.Tensor:
-        return x.index_select(0, step.sample_rows)
-
-    def soft_cap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
-        return x.div_(cap).tanh_().mul_(cap)
 
     def sample(
         self, logits: torch.Tensor, sampling: SamplingBatch, masks: TokenMasks | None

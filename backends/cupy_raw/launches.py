@@ -19,7 +19,7 @@ from headrace.backends.gpu.kernels import (
     Draw,
     QuantizedWeight,
 )
-from headrace.backends.gpu.kv_pool import KVLayer
+from headrace.backends.torch_kv_pool import KVLayer
 from headrace.interfaces import AttentionSpec
 
 FORMATS = {

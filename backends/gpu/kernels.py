@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from headrace.backends.gpu.kv_pool import KVLayer
+from headrace.backends.torch_kv_pool import KVLayer
 from headrace.interfaces import AttentionSpec
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class Kernels(Protocol):
         """Rotate q into `out` and k into its slots, store v. Positions [T] i4, slots [T] i8, -1: write nothing.
 
         The table is cosines and sines, [max_positions, rotary_dim / 2] f32. Where the layer has scales,
-        rows are quantized as `kv_pool.quantize_rows` does, from the rotated f32 values.
+        rows are quantized as `torch_kv_pool.quantize_rows` does, from the rotated f32 values.
         """
         ...
 

@@ -14,7 +14,6 @@ import torch
 from headrace.backends.gpu.device import Device
 from headrace.backends.gpu.draw import fetch_result, upload_draw
 from headrace.backends.gpu.kernels import GELU_TANH, SILU, Draw, Kernels
-from headrace.backends.gpu.kv_pool import KVLayer, KVPool, bytes_per_block, kv_dtype_of
 from headrace.backends.gpu.prefill import LongAttention
 from headrace.backends.gpu.step import GpuStep, GroupShape, upload_step
 from headrace.backends.gpu.weights import (
@@ -25,6 +24,8 @@ from headrace.backends.gpu.weights import (
     dense_rows,
     hold_weight,
 )
+from headrace.backends.torch_kv_pool import KVPool, kv_dtype_of
+from headrace.backends.torch_ops import DTYPES, TorchOps
 from headrace.errors import ConfigError
 from headrace.interfaces import AttentionSpec
 from headrace.types import (
@@ -40,12 +41,12 @@ from headrace.types import (
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+KV_DTYPES = {**DTYPES, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 MAX_QUANTIZED_ROWS = 8
 """Rows of x up to which `quantized_linear` multiplies codes; beyond, they are expanded for torch."""
 
 
-class GpuOps:
+class GpuOps(TorchOps):
     """Implements headrace.interfaces.Ops. Used by one thread at a time."""
 
     schemes = SCHEMES
@@ -58,12 +59,10 @@ class GpuOps:
             raise ConfigError(
                 f"backend '{backend}' computes in {', '.join(DTYPES)}; dtype is {settings.dtype!r}"
             )
+        super().__init__(kv_dtype_of(settings.kv_dtype, KV_DTYPES, f"backend '{backend}'"))
         self.kernels = kernels
         self.device = device
         self.dtype = DTYPES[settings.dtype]
-        self._kv_dtype = kv_dtype_of(settings.kv_dtype, backend)
-        self._weight_bytes = 0
-        self._pool: KVPool | None = None
         self._long_attention = LongAttention()
         self._query_heads = 0
         self._groups: tuple[KVGroupSpec, ...] = ()
@@ -98,46 +97,17 @@ class GpuOps:
 
     # --- KV storage -------------------------------------------------------------
 
-    @property
-    def layers(self) -> dict[int, KVLayer]:
-        """The storage by layer; empty before allocate_kv."""
-        return {} if self._pool is None else self._pool.layers
-
-    def kv_bytes_per_block(self, groups: Sequence[KVGroupSpec], block_size: int) -> int:
-        return bytes_per_block(groups, block_size, self._kv_dtype)
-
     def allocate_kv(self, groups: Sequence[KVGroupSpec], num_blocks: int, block_size: int) -> None:
         self._groups = tuple(groups)
-        self._pool = KVPool(
-            groups, num_blocks, block_size, self._kv_dtype, self.device.torch_device
-        )
+        device = self.device.torch_device
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self._kv().copy_blocks(pairs)
+        def zero_plane(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
 
-    def read_rows(
-        self, layer: int, slots: Sequence[int]
-    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        return self._kv().read_rows(layer, slots)
-
-    def write_rows(
-        self,
-        layer: int,
-        slots: Sequence[int],
-        keys: NDArray[np.float32],
-        values: NDArray[np.float32],
-    ) -> None:
-        self._kv().write_rows(layer, slots, keys, values)
-
-    def weight_bytes(self) -> int:
-        return self._weight_bytes
+        self._pool = KVPool(groups, num_blocks, block_size, self._kv_dtype, zero_plane)
 
     def available_bytes(self) -> int:
         return self.device.free_bytes()
-
-    def _kv(self) -> KVPool:
-        assert self._pool is not None, "allocate_kv comes before any use of the KV pool"
-        return self._pool
 
     # --- the forward ------------------------------------------------------------
 
@@ -170,10 +140,6 @@ class GpuOps:
             self.drawn,
             self.device.num_multiprocessors,
         )
-
-    def embed(self, weight: DenseWeight, step: GpuStep, scale: float = 1.0) -> torch.Tensor:
-        rows = weight.rows.index_select(0, step.token_ids).float()
-        return rows if scale == 1.0 else rows.mul_(scale)
 
     def linear(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
         if isinstance(weight, DenseWeight):
@@ -208,9 +174,6 @@ class GpuOps:
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         return residual.add_(x)
-
-    def split(self, x: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
-        return torch.split_with_sizes(x, list(sizes), dim=1)
 
     def rope_write_kv(
         self,
@@ -249,12 +212,6 @@ class GpuOps:
         out = torch.empty(len(x), x.shape[1] // 2, dtype=self.dtype, device=x.device)
         self.kernels.gate(x, activation, out)
         return out
-
-    def take_rows(self, x: torch.Tensor, step: GpuStep) -> torch.Tensor:
-        return x.index_select(0, step.sample_rows)
-
-    def soft_cap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
-        return x.div_(cap).tanh_().mul_(cap)
 
     def launch_draw(
         self, logits: torch.Tensor, sampling: SamplingBatch, masks: TokenMasks | None

@@ -10,8 +10,8 @@ from __future__ import annotations
 import structlog
 import torch
 
-from headrace.backends.gpu.kv_pool import KVLayer, gather_rows
 from headrace.backends.gpu.step import LongSequence
+from headrace.backends.torch_kv_pool import KVLayer, gather_rows
 from headrace.interfaces import AttentionSpec
 
 

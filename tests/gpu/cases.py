@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from headrace.backends.gpu.kernels import DeviceWork
-from headrace.backends.gpu.kv_pool import LARGEST, KVLayer, gather_rows, quantize_rows
+from headrace.backends.gpu.kernels import DeviceWork, Kernels
 from headrace.backends.gpu.work_list import plan_attention
+from headrace.backends.torch_kv_pool import LARGEST, KVLayer, gather_rows, quantize_rows
 from headrace.interfaces import AttentionSpec
 from headrace.testing.numpy_ops import attend
 
@@ -142,9 +142,12 @@ class AttentionProblem:
         size = max(float(np.linalg.norm(self.expected)), 1e-30)
         return float(difference / size) if np.isfinite(difference) else np.inf
 
-    def empty_output(self) -> torch.Tensor:
-        """Return room for the answer, NaN until written."""
-        return torch.full_like(self.q, np.nan)
+    def answer(self, kernels: Kernels) -> torch.Tensor:
+        """Return what the kernels compute, as they would have it planned; NaN where they wrote nothing."""
+        out = torch.full_like(self.q, np.nan)
+        work = self.work(kernels.tile_tokens(self.case.spec, self.kv, self.case.activation))
+        kernels.paged_attention(self.q, self.kv, self.case.spec, work, out)
+        return out
 
 
 def attention_problem(case: AttentionCase, seed: int = 0, device: str = "cpu") -> AttentionProblem:
@@ -227,3 +230,22 @@ def _expected(
         if first < last:
             out[first:last] = attend(numbers[first:last], keys, values, bias, spec)
     return out.reshape(len(q), -1)
+
+
+def check_attention(case: AttentionCase, kernels: Kernels) -> None:
+    """Hold one case against float64."""
+    problem = attention_problem(case)
+    error = problem.error(problem.answer(kernels))
+    assert error < TOLERANCE[case.activation], f"{case.name}: off by {error}"
+
+
+def check_nan_stays(kernels: Kernels) -> None:
+    """A NaN among one sequence's values is in that sequence's output and in no other's."""
+    case = AttentionCase("neighbours", ((1, 60), (1, 60), (2, 20)), group=2)
+    problem = attention_problem(case)
+    problem.kv.values[problem.block_tables[1, 1], 3] = float("nan")
+    out = problem.answer(kernels)
+    assert out[1].isnan().all()
+    out[1] = 0
+    problem.expected[1] = 0
+    assert problem.error(out) < TOLERANCE[case.activation]

@@ -73,7 +73,7 @@ BUILDS: Mapping[str, Build] = {
 def defines_for(build: Build, architecture: str) -> Mapping[str, int | str] | None:
     """Return what launches.py would specialise the kernel for on this architecture; None: it would not."""
     from headrace.backends.cuda_numba.launches import attention_defines, uses_tensor_cores
-    from headrace.backends.gpu.kv_pool import LARGEST, KVLayer
+    from headrace.backends.torch_kv_pool import LARGEST, KVLayer
 
     source, name, defines = build
     native = int(architecture != "sm_80")

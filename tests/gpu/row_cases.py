@@ -14,7 +14,7 @@ import torch
 from headrace.backends.batches import sampling_batch
 from headrace.backends.gpu.draw import fetch_result, upload_draw
 from headrace.backends.gpu.kernels import GELU_TANH, SILU, Kernels, QuantizedWeight
-from headrace.backends.gpu.kv_pool import KVLayer, gather_rows, quantize_rows
+from headrace.backends.torch_kv_pool import KVLayer, gather_rows, quantize_rows
 from headrace.testing import numpy_sampling
 from headrace.testing.numpy_ops import NumpyOps, NumpyRopeTable
 from headrace.types import SamplingBatch, TokenMasks

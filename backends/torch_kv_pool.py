@@ -1,8 +1,8 @@
-"""The KV pool on a device: keys and values per layer, and their scales where the storage is 8 bits."""
+"""The KV pool in torch tensors: keys and values per layer, and their scales where the storage is 8 bits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,15 +15,10 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp8": torch.float8_e4m3fn,
-    "int8": torch.int8,
-}
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 """The code of a row's largest element, where a row has a scale."""
+ZeroPlane = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+"""(shape, dtype) -> zeros where the pool shall be."""
 
 
 @dataclass(slots=True)
@@ -43,14 +38,14 @@ class KVLayer:
         return [plane for plane in planes if plane is not None]
 
 
-def kv_dtype_of(name: str, backend: str) -> torch.dtype:
-    """Return the storage type. ConfigError where there is none of that name."""
-    if name not in DTYPES:
+def kv_dtype_of(name: str, dtypes: Mapping[str, torch.dtype], owner: str) -> torch.dtype:
+    """Return the storage type. ConfigError, in `owner`'s name, where it has none of that name."""
+    if name not in dtypes:
         raise ConfigError(
-            f"backend '{backend}' stores keys and values in {', '.join(DTYPES)}; kv_dtype is {name!r}; "
+            f"{owner} stores keys and values in {', '.join(dtypes)}; kv_dtype is {name!r}; "
             "write kv_dtype: auto"
         )
-    return DTYPES[name]
+    return dtypes[name]
 
 
 def bytes_per_block(groups: Sequence[KVGroupSpec], block_size: int, dtype: torch.dtype) -> int:
@@ -71,20 +66,18 @@ class KVPool:
         num_blocks: int,
         block_size: int,
         dtype: torch.dtype,
-        device: torch.device,
+        zero_plane: ZeroPlane,
     ) -> None:
         self.block_size = block_size
         self.layers: dict[int, KVLayer] = {}
         for index, group in enumerate(groups):
             rows = (num_blocks, block_size, group.num_kv_heads)
-
-            def plane(dtype: torch.dtype, *size: int, rows: tuple[int, ...] = rows) -> torch.Tensor:
-                return torch.zeros(*rows, *size, dtype=dtype, device=device)
-
+            shape = (*rows, group.head_dim)
             for layer in group.layers:
-                kv = KVLayer(plane(dtype, group.head_dim), plane(dtype, group.head_dim), index)
+                kv = KVLayer(zero_plane(shape, dtype), zero_plane(shape, dtype), index)
                 if dtype in LARGEST:
-                    kv.key_scale, kv.value_scale = plane(torch.float32), plane(torch.float32)
+                    kv.key_scale = zero_plane(rows, torch.float32)
+                    kv.value_scale = zero_plane(rows, torch.float32)
                 self.layers[layer] = kv
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
