@@ -90,19 +90,7 @@ class Ledger:
     def load(self, replica_id: str) -> Load:
         return self._loads.get(replica_id, Load())
 
-    def hold(
-        self,
-        replica_id: str,
-        *,
-        num_tokens: int,
-        num_prefill_tokens: int | None = None,
-        num_blocks: int = 0,
-    ) -> Hold:
-        """Count one request in until the hold is released; `num_tokens` are prompt unless said otherwise."""
-        prefill = num_tokens if num_prefill_tokens is None else num_prefill_tokens
-        return self.hold_load(replica_id, Load(1, num_tokens, prefill, num_blocks))
-
-    def hold_load(self, replica_id: str, load: Load) -> Hold:
+    def hold(self, replica_id: str, load: Load) -> Hold:
         """Count a request's load in until the hold is released."""
         self._change(replica_id, load, 1)
         return Hold(self, replica_id, load)

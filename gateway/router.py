@@ -132,7 +132,7 @@ class Router:
         self._forget_restarted((replica,))
         matched = self.prefixes.record(replica.id, request.prefix_hashes) * _block_size(replica)
         load = load_of(request, matched_tokens=matched, block_size=_block_size(replica))
-        return self.ledger.hold_load(replica.id, load)
+        return self.ledger.hold(replica.id, load)
 
     def matched_tokens(self, replica: Replica, request: RoutingRequest) -> int:
         """Return how much of the prompt a replica is known to have been sent."""

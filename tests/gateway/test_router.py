@@ -100,7 +100,7 @@ def test_the_policy_sees_what_was_routed_a_moment_ago() -> None:
     holds = []
     for tokens in (100, 10, 50):
         replica = route.choose(RoutingRequest("m"), 0.0)
-        holds.append((replica.id, route.ledger.hold(replica.id, num_tokens=tokens)))
+        holds.append((replica.id, route.ledger.hold(replica.id, Load(1, tokens, tokens))))
 
     assert [replica_id for replica_id, _ in holds] == ["m-0", "m-1", "m-2"]
     assert route.choose(RoutingRequest("m"), 0.0).id == "m-1"
@@ -131,8 +131,8 @@ def test_none_ready_is_unavailable_with_the_stage_of_the_one_that_comes_next() -
 
 def test_a_hold_is_released_exactly_once_whatever_ends_it() -> None:
     ledger = Ledger()
-    hold = ledger.hold("a", num_tokens=7)
-    other = ledger.hold("a", num_tokens=5)
+    hold = ledger.hold("a", Load(1, 7, 7))
+    other = ledger.hold("a", Load(1, 5, 5))
     with pytest.raises(KeyError), hold:
         assert ledger.load("a") == Load(2, 12, 12)
         raise KeyError
