@@ -1,9 +1,9 @@
-"""A gateway whose model other servers serve, and calls to it: what the tests of the relay share."""
+"""A gateway whose model other servers serve, and calls to it: what the tests of relay and failover share."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ from headrace.config import GatewayConfig, ReplicaEntry
 from headrace.gateway.breaker import BreakerRule, CircuitBreaker
 from headrace.gateway.replica import Replica
 from headrace.gateway.upstream import Upstream
+from headrace.testing.driving import run_bounded
 from headrace.testing.fake_client import FakeClient
 from headrace.testing.fake_gateway import FakeGateway, RawExchange
 from headrace.testing.fake_upstream import DONE, USAGE, FakeUpstream, delta, streams
@@ -22,12 +23,8 @@ STREAMED = {**ASK, "stream": True}
 GOOD = streams(delta("Hel"), delta("lo", finish_reason="stop"), USAGE, DONE)
 
 
-def run(main: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(30):
-            await main()
-
-    asyncio.run(bounded())
+def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    run_bounded(main(), 30)
 
 
 def replica_for(upstream: FakeUpstream, number: int = 0, **keys: Any) -> Replica:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from typing import Any, ClassVar
 
 import pytest
+from gateway_relaying import ASK, CHAT, STREAMED, run
 
 from headrace.errors import InvalidRequest, Unavailable
 from headrace.gateway.failover import MAX_ATTEMPTS
@@ -14,21 +14,9 @@ from headrace.testing.fake_client import FakeClient
 from headrace.testing.fake_gateway import FakeGateway, RawExchange, parse_events, until
 from headrace.types import AdmissionView, Admit, Charge, TicketView
 
-CHAT = "/v1/chat/completions"
-ASK: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
-STREAMED = {**ASK, "stream": True}
-
 
 def engines(number: int) -> FakeGateway:
     return FakeGateway(*[FakeClient(f"tiny/{place}") for place in range(number)])
-
-
-def run(main: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(30):
-            await main()
-
-    asyncio.run(bounded())
 
 
 @pytest.mark.parametrize("body", [ASK, STREAMED], ids=["whole", "stream"])
