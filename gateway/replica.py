@@ -3,48 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 from headrace.config import ReplicaEntry
-from headrace.engine.client import ClientState, EngineClient
+from headrace.engine.client import EngineClient
 from headrace.gateway.breaker import CircuitBreaker
-from headrace.types import EngineStats, ModelCard, Progress
 
 if TYPE_CHECKING:
     from headrace.gateway.upstream import Upstream
 
 ReplicaState = Literal["starting", "ready", "draining", "failed", "stopped"]
-
-
-class ReplicaClient(Protocol):
-    """What every kind of client tells of itself; how it is asked is the kind's own."""
-
-    @property
-    def id(self) -> str: ...
-
-    @property
-    def state(self) -> ClientState: ...
-
-    @property
-    def progress(self) -> Progress: ...
-
-    @property
-    def card(self) -> ModelCard | None:
-        """None for what runs elsewhere: only an engine here opens a checkpoint."""
-        ...
-
-    @property
-    def stats(self) -> EngineStats: ...
-
-    @property
-    def failure(self) -> str | None: ...
-
-    @property
-    def restarts_total(self) -> int: ...
-
-    async def start(self) -> None: ...
-
-    async def close(self) -> None: ...
 
 
 @dataclass(slots=True, eq=False)

@@ -236,6 +236,7 @@ class Upstream:
 
     @property
     def card(self) -> ModelCard | None:
+        """None: only an engine here opens a checkpoint."""
         return None
 
     @property

@@ -31,7 +31,7 @@ class News:
 
 
 class Station:
-    """One replica. Implements headrace.gateway.replica.ReplicaClient as far as routing looks."""
+    """One replica. Implements headrace.engine.client.EngineClient as far as routing looks."""
 
     def __init__(
         self,
