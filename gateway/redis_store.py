@@ -10,7 +10,7 @@ pause, and meanwhile everybody comes in (`open`) or nobody (`closed`), as config
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,7 +79,7 @@ class RedisLimitStore:
 
     @property
     def held(self) -> Mapping[str, int]:
-        held: OrderedDict[str, int] = OrderedDict()
+        held: dict[str, int] = {}
         for charges in self._leases.values():
             for charge in charges:
                 held[charge.key] = held.get(charge.key, 0) + charge.amount
