@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -179,6 +179,23 @@ class Emitter:
     def max_int_lanes(self, x: Any) -> Any:
         return self.call("llvm.vector.reduce.smax.v16i32", I32, x)
 
+    def magnitude_bits(self, x: Any) -> Any:
+        """The bits of 16 |x|, in the order of the numbers; a NaN is larger than all of them."""
+        return self.builder.and_(self.builder.bitcast(x, INTS), self.fill(0x7FFFFFFF, INTS))
+
+    def largest_magnitude(self, bits: Any) -> Any:
+        """The largest lane of magnitude_bits as an f32 scalar, at least 1e-30."""
+        largest, tiny = self.builder.bitcast(self.max_int_lanes(bits), F32), F32(1e-30)
+        is_less = self.builder.fcmp_ordered("<", largest, tiny)
+        return self.builder.select(is_less, tiny, largest)
+
+    def split_bytes(self, code: Any) -> tuple[Any, Any]:
+        """High and low bytes of 16 whole numbers of 15 bits, both from -127 on: -128 has no negative."""
+        builder = self.builder
+        high = builder.ashr(builder.add(code, self.fill(128, INTS)), self.fill(8, INTS))
+        low = builder.sub(code, builder.shl(high, self.fill(8, INTS)))
+        return high, self.call("llvm.smax.v16i32", INTS, low, self.fill(-127, INTS))
+
     def _fold(self, x: Any, combine: Callable[[Any, Any], Any]) -> Any:
         """Return a scalar: lanes are combined in a fixed tree."""
         for width in (8, 4, 2, 1):
@@ -194,20 +211,20 @@ class Emitter:
         n = self.round(builder.fmul(x, self.fill(1.4426950408889634)))
         r = self.fma(n, self.fill(-0.693359375), x)
         r = self.fma(n, self.fill(2.12194440e-4), r)
-        p = self.fill(1 / 720)
-        for coefficient in (1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0):
-            p = self.fma(p, r, self.fill(coefficient))
-        exponent = builder.shl(builder.fptosi(n, INTS), self.fill(23, INTS))
-        return builder.bitcast(builder.add(builder.bitcast(p, INTS), exponent), FLOATS)
+        return self._scaled(n, r, (1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0))
 
     def exp2(self, x: Any) -> Any:
         """2**x within 4e-6 of the value for -126 <= x <= 127; what is less, and NaN, gives 2**-126."""
-        builder = self.builder
         x = self.largest(x, self.fill(-126.0))
         n = self.round(x)
-        r = builder.fsub(x, n)
-        p = self.fill(0.0013333558)
-        for coefficient in (0.0096181291, 0.055504109, 0.24022651, 0.69314718, 1.0):
+        r = self.builder.fsub(x, n)
+        coefficients = (0.0013333558, 0.0096181291, 0.055504109, 0.24022651, 0.69314718, 1.0)
+        return self._scaled(n, r, coefficients)
+
+    def _scaled(self, n: Any, r: Any, coefficients: Sequence[float]) -> Any:
+        """2**n, for whole numbers n, times a polynomial of r, the highest power first."""
+        builder, p = self.builder, self.fill(coefficients[0])
+        for coefficient in coefficients[1:]:
             p = self.fma(p, r, self.fill(coefficient))
         exponent = builder.shl(builder.fptosi(n, INTS), self.fill(23, INTS))
         return builder.bitcast(builder.add(builder.bitcast(p, INTS), exponent), FLOATS)

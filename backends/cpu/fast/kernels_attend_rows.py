@@ -305,11 +305,9 @@ def weigh_codes(
         is_hidden = builder.fcmp_ordered("==", score, e.fill(_LOW))
         weight = builder.select(is_hidden, e.fill(0.0), builder.fmul(weight, row_scales))
         e.store(weight, place)
-        bits = builder.and_(builder.bitcast(weight, INTS), e.fill(0x7FFFFFFF, INTS))
+        bits = e.magnitude_bits(weight)
         e.set(most, e.call("llvm.smax.v16i32", INTS, e.get(most), bits))
-    largest = builder.bitcast(e.max_int_lanes(e.get(most)), F32)
-    tiny = F32(1e-30)
-    largest = builder.select(builder.fcmp_ordered("<", largest, tiny), tiny, largest)
+    largest = e.largest_magnitude(e.get(most))
     inverse = e.broadcast(builder.fdiv(F32(_HIGHEST_WEIGHT), largest))
     with e.loop(num_blocks) as loop:
         weight = e.load(e.add(scores, e.times(loop.index, 4 * LANES)))
@@ -504,14 +502,11 @@ def query_pairs(e: Any, x: Any, scale: Any, out: Any, head_dim: Any) -> None:
 
 def _largest_size(e: Any, x: Any, head_dim: Any) -> Any:
     """The largest |x|, found among bits: a NaN is larger than all numbers. At least 1e-30."""
-    builder, most = e.builder, e.variable(e.fill(0, INTS))
-    with e.loop(builder.sdiv(head_dim, e.integer(LANES))) as loop:
-        bits = e.load(e.add(x, e.times(loop.index, 4 * LANES)), INTS)
-        bits = builder.and_(bits, e.fill(0x7FFFFFFF, INTS))
+    most = e.variable(e.fill(0, INTS))
+    with e.loop(e.builder.sdiv(head_dim, e.integer(LANES))) as loop:
+        bits = e.magnitude_bits(e.load(e.add(x, e.times(loop.index, 4 * LANES))))
         e.set(most, e.call("llvm.smax.v16i32", INTS, e.get(most), bits))
-    largest = builder.bitcast(e.max_int_lanes(e.get(most)), F32)
-    tiny = F32(1e-30)
-    return builder.select(builder.fcmp_ordered("<", largest, tiny), tiny, largest)
+    return e.largest_magnitude(e.get(most))
 
 
 @routine(floats=("scale",))
@@ -525,9 +520,7 @@ def query_codes(e: Any, x: Any, scale: Any, out: Any, head_dim: Any) -> None:
     with e.loop(builder.sdiv(head_dim, e.integer(LANES))) as loop:
         value = e.load(e.add(x, e.times(loop.index, 4 * LANES)))
         code = builder.fptosi(e.round(builder.fmul(value, inverse)), INTS)
-        high = builder.ashr(builder.add(code, e.fill(128, INTS)), e.fill(8, INTS))
-        low = builder.sub(code, builder.shl(high, e.fill(8, INTS)))
-        low = e.call("llvm.smax.v16i32", INTS, low, e.fill(-127, INTS))  # -128 has no negative
+        high, low = e.split_bytes(code)
         e.set(
             whole, builder.add(e.get(whole), builder.add(builder.shl(high, e.fill(8, INTS)), low))
         )

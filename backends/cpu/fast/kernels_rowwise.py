@@ -148,16 +148,13 @@ def _write_brains(e: Any, x: Any, groups: Any, coding: int, out: Any) -> None:
 
 def _write_codes(e: Any, x: Any, groups: Any, coding: int, out: Any) -> None:
     builder, highest = e.builder, _HIGHEST[coding]
-    magnitude_bits = e.fill(0x7FFFFFFF, INTS)
     records = e.add(out, e.times(groups, CODE_BYTES[coding]))
     with e.loop(groups) as loop:
         place = e.add(x, e.times(loop.index, 2 * _ROW))
         values = [e.load(place), e.load(place, FLOATS, _ROW)]
-        bits = [builder.and_(builder.bitcast(v, INTS), magnitude_bits) for v in values]
+        bits = [e.magnitude_bits(value) for value in values]
         is_less = builder.icmp_signed("<", bits[0], bits[1])
-        most = builder.bitcast(e.max_int_lanes(builder.select(is_less, bits[1], bits[0])), F32)
-        tiny = F32(1e-30)
-        most = builder.select(builder.fcmp_ordered("<", most, tiny), tiny, most)
+        most = e.largest_magnitude(builder.select(is_less, bits[1], bits[0]))
         inverse = e.broadcast(builder.fdiv(F32(highest), most))
         scale = builder.fmul(most, F32(1 / highest))
         target = e.add(out, e.times(loop.index, CODE_BYTES[coding]))
@@ -180,9 +177,7 @@ def _write_codes(e: Any, x: Any, groups: Any, coding: int, out: Any) -> None:
 def _store_wide(e: Any, code: Any, target: Any, half: int) -> Any:
     """Store 16 codes as high and low bytes; return what those say."""
     builder = e.builder
-    high = builder.ashr(builder.add(code, e.fill(128, INTS)), e.fill(8, INTS))
-    low = builder.sub(code, builder.shl(high, e.fill(8, INTS)))
-    low = e.call("llvm.smax.v16i32", INTS, low, e.fill(-127, INTS))  # -128 has no negative
+    high, low = e.split_bytes(code)
     e.store(builder.trunc(high, BYTES), target, LANES * half)
     e.store(builder.trunc(low, BYTES), target, GROUP + LANES * half)
     return builder.add(builder.shl(high, e.fill(8, INTS)), low)
