@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from gpu.cases import ATTENTION_CASES, TOLERANCE, AttentionCase, attention_problem
+from gpu.cases import ATTENTION_CASES, check_attention
 from gpu.cuda_cpp import cuda_kernels
 from gpu.row_cases import DRAW_CASES, ROW_CASES
 
@@ -25,16 +25,6 @@ LIBRARIES = {
     "thread": ("libtsan.so",),
     "none": (),
 }
-
-
-def check_attention(case: AttentionCase, kernels: Kernels) -> None:
-    """Hold one attention case against float64."""
-    problem = attention_problem(case)
-    out = problem.empty_output()
-    work = problem.work(kernels.tile_tokens(case.spec, problem.kv, case.activation))
-    kernels.paged_attention(problem.q, problem.kv, case.spec, work, out)
-    error = problem.error(out)
-    assert error < TOLERANCE[case.activation], f"{case.name}: off by {error}"
 
 
 CHECKS: Mapping[str, Callable[[Kernels], None]] = {

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from gpu.cases import ATTENTION_CASES, TOLERANCE, AttentionCase, attention_problem
+from gpu.cases import (
+    ATTENTION_CASES,
+    TOLERANCE,
+    AttentionCase,
+    attention_problem,
+    check_nan_stays,
+)
 from gpu.cuda_cpp import cuda_kernels, needs_cuda_cpp
 
 from headrace.testing.cuda_cpu.launcher import ORDERS
@@ -15,24 +21,12 @@ pytestmark = [needs_cuda_cpp, pytest.mark.kernels]
 def test_attention_equals_float64_in_every_order_of_threads(case: AttentionCase) -> None:
     kernels, launcher = cuda_kernels()
     problem = attention_problem(case)
-    tile_tokens = kernels.tile_tokens(case.spec, problem.kv, case.activation)
     for order in ORDERS:
         launcher.configure(order, early=order == "reverse")
-        out = problem.empty_output()
-        kernels.paged_attention(problem.q, problem.kv, case.spec, problem.work(tile_tokens), out)
-        assert problem.error(out) < TOLERANCE[case.activation], order
+        assert problem.error(problem.answer(kernels)) < TOLERANCE[case.activation], order
 
 
 def test_nan_stays_in_its_own_sequence() -> None:
-    case = AttentionCase("neighbours", ((1, 60), (1, 60), (2, 20)), group=2)
     kernels, launcher = cuda_kernels()
-    problem = attention_problem(case)
-    slot = problem.block_tables[1, 1]
-    problem.kv.values[slot, 3] = float("nan")
     launcher.configure("random")
-    out = problem.empty_output()
-    kernels.paged_attention(problem.q, problem.kv, case.spec, problem.work(1), out)
-    assert out[1].isnan().all()
-    out[1] = 0
-    problem.expected[1] = 0
-    assert problem.error(out) < TOLERANCE[case.activation]
+    check_nan_stays(kernels)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gpu.cases import BF16, FP8, TOLERANCE, AttentionCase, attention_problem
+from gpu.cases import BF16, FP8, AttentionCase, check_attention
 from gpu.numba_simulated import needs_numba_cuda, numba_kernels
 from gpu.row_cases import check_draw, check_gate, check_norm, check_quantized_linear
 
@@ -20,30 +20,21 @@ FOLDER = Path(__file__).parents[2] / "backends" / "cuda_numba" / "kernels"
 
 
 def attention(kernels: Kernels) -> None:
-    _attend(kernels, AttentionCase("faults", ((1, 165), (1, 9)), num_kv_heads=1, blocks_wanted=2))
+    case = AttentionCase("faults", ((1, 165), (1, 9)), num_kv_heads=1, blocks_wanted=2)
+    check_attention(case, kernels)
 
 
 def tiles(kernels: Kernels) -> None:
     """Tensor cores, tiles of 8 bits."""
-    _attend(
-        kernels,
-        AttentionCase(
-            "faults", ((1, 150), (2, 40)), group=2, num_kv_heads=1, stored=FP8, blocks_wanted=1
-        ),
+    case = AttentionCase(
+        "faults", ((1, 150), (2, 40)), group=2, num_kv_heads=1, stored=FP8, blocks_wanted=1
     )
+    check_attention(case, kernels)
 
 
 def wide_tiles(kernels: Kernels) -> None:
     """Tensor cores, tiles of 16 bits, which are read by lanes that did not copy them."""
-    _attend(kernels, AttentionCase("faults", ((1, 70),), group=6, num_kv_heads=1))
-
-
-def _attend(kernels: Kernels, case: AttentionCase) -> None:
-    problem = attention_problem(case)
-    out = problem.empty_output()
-    work = problem.work(kernels.tile_tokens(case.spec, problem.kv, case.activation))
-    kernels.paged_attention(problem.q, problem.kv, case.spec, work, out)
-    assert problem.error(out) < TOLERANCE[BF16]
+    check_attention(AttentionCase("faults", ((1, 70),), group=6, num_kv_heads=1), kernels)
 
 
 def draw(kernels: Kernels) -> None:
