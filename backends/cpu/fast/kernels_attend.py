@@ -22,13 +22,13 @@ from headrace.backends.cpu.fast.kernels_attend_rows import (
     BLENDED_AT_ONCE,
     PAIRS,
     QUERY_RECORD,
-    SCALES_BYTES,
     SCORE_ROW,
     SCORED_AT_ONCE,
     SEGMENT_BLOCKS,
     STATE_BYTES,
     blend_codes,
     blend_pairs,
+    block_bytes,
     fetch_run,
     join_partial,
     query_codes,
@@ -52,6 +52,8 @@ The last is there several times, for those who ask for more than a segment has."
 _TABLE_BYTES = 8 * TABLE_RUNS
 _LOW = -float("inf")
 _LOG2_E = np.float32(1.4426950408889634)
+block_size_of = fast_kernel(block_bytes)
+"""What the pool reckons with, for kernels."""
 
 
 def scratch_bytes(head_dim: int, ratio: int) -> int:
@@ -97,14 +99,6 @@ def write_codes(keys, values, k, v, head_dim, lane):  # type: ignore[no-untyped-
         value_block[i // 16 * 256 + lane // 4 * 64 + i % 16 * 4 + lane % 4] = np.uint8(code & 255)
     floats(keys + head_dim * LANES, LANES)[lane] = scales[0]
     floats(values + head_dim * LANES, LANES)[lane] = scales[1]
-
-
-@fast_kernel
-def block_size_of(head_dim, form):  # type: ignore[no-untyped-def]
-    """Bytes of the keys, or the values, of 16 rows of one head."""
-    if form == PAIRS:
-        return 2 * LANES * head_dim
-    return LANES * head_dim + SCALES_BYTES
 
 
 @fast_kernel

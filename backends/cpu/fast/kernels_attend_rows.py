@@ -50,7 +50,9 @@ _BYTE_BLOCK = 2 * LANES
 
 def block_bytes(head_dim: int, form: int) -> int:
     """Bytes of the keys, or the values, of 16 rows of one head."""
-    return LANES * (2 * head_dim if form == PAIRS else head_dim + 4)
+    if form == PAIRS:
+        return 2 * LANES * head_dim
+    return LANES * head_dim + SCALES_BYTES
 
 
 def _by_count(e: Any, count: Any, known: Sequence[int], body: Callable[[int], None]) -> None:
