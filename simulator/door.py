@@ -28,8 +28,6 @@ class Caller:
     routing: RoutingRequest
     ticket: Ticket | None = None
     is_parsed: bool = False
-    replica_id: str = ""
-    """Where routing proposed to send it."""
     asks_at: float = float("inf")
 
 
@@ -102,7 +100,6 @@ class Door:
         if ticket.lane is None or gate.is_head(ticket) or now >= ticket.wait_until:
             if view.stage == "parsed":
                 replica = self._router.choose(caller.routing, now)
-                caller.replica_id = replica.id
                 cached = self._router.matched_tokens(replica, caller.routing)
                 view = replace(view, replica_id=replica.id, cached_tokens=cached)
             load = gate.load(self._router.views(view.model), view, now)
