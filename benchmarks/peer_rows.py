@@ -25,8 +25,6 @@ class Row:
     unit: str = "ms"
     is_rate: bool = False
     """Higher is better, and the limits are lower ones."""
-    peer_measure: str | None = None
-    """What the peer's figure is called where it is not ours."""
 
 
 def model_rows(model: str, prefix: str, limits: Mapping[str, tuple[float, float]]) -> list[Row]:
