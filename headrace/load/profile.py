@@ -14,15 +14,19 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import anyio
 import numpy as np
 
 from headrace.backends.batches import SequenceStep, forward_batch, sampling_batch
 from headrace.build import create, load_runner, open_backend, open_model_source, settings_for
 from headrace.clock import SystemClock
 from headrace.config import ReplicaConfig
+from headrace.load.client import run_load
+from headrace.load.plan import Lengths, LoadPlan
 from headrace.plugins.manager import create_plugin_manager
 from headrace.plugins.registry import Registries
 from headrace.step_time import StepTimeFormula
+from headrace.testing.server import started_server
 from headrace.types import EngineSettings
 
 if TYPE_CHECKING:
@@ -256,12 +260,6 @@ def measure_gateway(config: ReplicaConfig, report: Report) -> dict[str, float | 
 
     None where the system does not tell a process's time (it is read from Linux's /proc).
     """
-    import anyio
-
-    from headrace.load.client import run_load
-    from headrace.load.plan import Lengths, LoadPlan
-    from headrace.testing.server import started_server
-
     arguments = ["--model", config.model.source, "--set", "models.0.backend.use=simulated"]
     arguments += ["--set", "models.0.backend.options.base_seconds=0.001"]
     report("gateway", 0.0)
@@ -292,12 +290,6 @@ def measure_served(
 
     The engine's own part is in it, and what gateway and client take from the cores that compute.
     """
-    import anyio
-
-    from headrace.load.client import run_load
-    from headrace.load.plan import Lengths, LoadPlan
-    from headrace.testing.server import started_server
-
     report("served steps", 0.0)
     with started_server(serve_arguments) as server:
         plan = LoadPlan(
