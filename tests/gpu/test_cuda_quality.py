@@ -5,40 +5,21 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from gpu.budget import allowed_by, assert_no_local_memory, assert_within, row_of
 from gpu.cuda_builds import ARCHITECTURES, BUILDS
 
 from headrace.backends.cupy_raw.compiling import FOLDER, compile_kernels
-from headrace.testing.cubins import KernelFacts, missing_disassembler, read_facts
+from headrace.testing.cubins import missing_disassembler, read_facts
 
 TABLE = Path(__file__).parent / "budget_cuda.json"
 _reason = missing_disassembler() or ("" if find_spec("cupy") else "no cupy: install 'kernels'")
 pytestmark = [pytest.mark.skipif(bool(_reason), reason=_reason), pytest.mark.kernels]
-
-
-def budget() -> dict[str, dict[str, dict[str, dict[str, int]]]]:
-    table: dict[str, dict[str, dict[str, dict[str, int]]]] = {}
-    if TABLE.exists():
-        table = json.loads(TABLE.read_text())
-    return table
-
-
-def row_of(facts: KernelFacts) -> dict[str, int]:
-    return {
-        "registers": facts.registers,
-        "wide_loads": facts.wide_loads,
-        "loads_in_flight": facts.loads_in_flight,
-        "wide_copies": facts.wide_copies,
-        "groups_in_flight": facts.groups_in_flight,
-        "tensor_products": facts.tensor_products,
-    }
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -49,18 +30,12 @@ def test_machine_code_is_within_the_budget(name: str, architecture: str) -> None
     compiled = compile_kernels(source, defines, architecture)
     rows = {}
     for kernel, facts in read_facts(compiled.cubin).items():
-        assert facts.stack_bytes == facts.local_bytes == facts.local_accesses == 0, kernel
+        assert_no_local_memory(facts, kernel)
         rows[kernel] = row_of(facts)
-    if os.environ.get("HEADRACE_WRITE_BUDGET"):
-        table = budget()
-        table.setdefault(name, {})[architecture] = rows
-        TABLE.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
-    allowed = budget()[name][architecture]
+    allowed = allowed_by(TABLE, name, architecture, rows)
     assert set(rows) == set(allowed)
     for kernel, row in rows.items():
-        assert row["registers"] <= allowed[kernel]["registers"], kernel
-        for column in row.keys() - {"registers"}:
-            assert row[column] >= allowed[kernel][column], f"{kernel}: {column}"
+        assert_within(row, allowed[kernel], kernel)
 
 
 @pytest.mark.parametrize("name", ["attention d128 g4 bf16", "sampling"])
