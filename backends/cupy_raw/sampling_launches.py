@@ -16,10 +16,7 @@ from headrace.backends.gpu.kernels import Draw
 from headrace.backends.gpu.sampling_arguments import blocks_per_row
 
 THREADS = 256
-BINS = 2048
-LEVELS = 5
-BY_COUNT, BY_MASS, BEST = range(3)
-CUT_WORDS = 4
+BINS, LEVELS, MODES, CUT_WORDS = 2048, 5, 3, 4
 PARTIAL_WORDS = 2
 CUT_SHARED_BYTES = 128 + BINS * 8
 ROWS = np.dtype(
@@ -53,8 +50,8 @@ def launch_sampling(
     empty = torch.empty(0, device=device)
     adjusted = torch.empty_like(logits) if draw.adjusts else empty
     adjust_failed = torch.zeros(num_rows, dtype=torch.int32, device=device)
-    cuts = torch.empty(3, LEVELS + 1, num_rows, CUT_WORDS, dtype=torch.int64, device=device)
-    sizes = (3, LEVELS, num_rows, BINS) if modes else (0,)
+    cuts = torch.empty(MODES, LEVELS + 1, num_rows, CUT_WORDS, dtype=torch.int64, device=device)
+    sizes = (MODES, LEVELS, num_rows, BINS) if modes else (0,)
     histograms = torch.empty(sizes, dtype=torch.int64, device=device)
     for mode in modes:
         histograms[mode].zero_()

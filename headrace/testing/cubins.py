@@ -31,10 +31,8 @@ class KernelFacts:
     """How many groups of asynchronous copies the longest wait leaves under way."""
     local_accesses: int
     """LDL and STL: spills, or arrays that were not kept in registers."""
-    calls: int
     tensor_products: int
     """HMMA."""
-    instructions: int
 
 
 def missing_disassembler() -> str:
@@ -73,9 +71,7 @@ def _facts(code: list[str], resources: dict[str, str]) -> KernelFacts:
             default=0,
         ),
         local_accesses=count(r"\b(LDL|STL)\b"),
-        calls=count(r"\bCALL\b"),
         tensor_products=count(r"\bHMMA\b"),
-        instructions=len(code),
     )
 
 

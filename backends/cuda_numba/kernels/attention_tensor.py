@@ -32,7 +32,7 @@ commit_copies, wait_copies = primitives.commit_copies, primitives.wait_copies
 load_words, load_transposed = primitives.load_words, primitives.load_transposed
 word_as_float, float_as_word = primitives.word_as_float, primitives.float_as_word
 exp2_fast, reciprocal_fast = primitives.exp2_fast, primitives.reciprocal_fast
-f32, i32, i64, u16, u32 = types.float32, types.int32, types.int64, types.uint16, types.uint32
+f32, i32, i64, u32 = types.float32, types.int32, types.int64, types.uint32
 
 WARPS, THREADS, STAGES, TILE = 4, 128, 2, 16
 FACTORS = WARPS * STAGES * 3 * TILE
