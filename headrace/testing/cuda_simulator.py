@@ -30,7 +30,6 @@ import numpy as np
 from greenlet import getcurrent, greenlet
 
 FULL_MASK = 0xFFFFFFFF
-ORDERS = ("forward", "reverse", "random")
 Access = tuple[int, int, int, int, bool]  # thread, warp, block barriers, warp barriers, atomic
 
 
@@ -328,9 +327,6 @@ class SimulatedCuda:
     def shfl_up_sync(self, mask: int, value: Any, distance: int) -> Any:
         lane = getcurrent().index % 32
         return meet("shfl_up", mask, value)[lane - int(distance) if lane >= distance else lane]
-
-    def shfl_sync(self, mask: int, value: Any, lane: int) -> Any:
-        return meet("shfl", mask, value)[int(lane) % 32]
 
 
 def rebound(function: Callable[..., Any], table: Mapping[int, Any]) -> Callable[..., Any]:

@@ -7,6 +7,7 @@ The caller preloads the sanitizer's library. Exit status 0: every check passed i
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import subprocess
 import sys
@@ -73,16 +74,14 @@ def main() -> None:
     defines = {} if define == "-" else {define: 1}
     kernels, launcher = cuda_kernels(defines, "" if mode == "none" else mode)
     orders = ORDERS if mode == "none" else ORDERS[:1]
+    # blocks are unordered only where nothing is planted: every fiber of theirs is then kept
+    unordered = mode == "thread" and not defines
     for name in names:
-        for order in orders:
-            # blocks are unordered only where nothing is planted: every fiber of theirs is then kept
-            unordered = mode == "thread" and not defines
-            copies = name not in {**ROW_CASES, **DRAW_CASES}
-            for early in (
-                (False, True) if copies else (False,)
-            ):  # where copies land: at the wait, at once
-                launcher.configure(order, unordered=unordered, early=early)
-                CHECKS[name](kernels)
+        copies = name not in {**ROW_CASES, **DRAW_CASES}
+        landings = (False, True) if copies else (False,)  # at the wait, at once
+        for order, early in itertools.product(orders, landings):
+            launcher.configure(order, unordered=unordered, early=early)
+            CHECKS[name](kernels)
 
 
 if __name__ == "__main__":

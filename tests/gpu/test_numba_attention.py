@@ -12,8 +12,9 @@ from gpu.cases import (
 )
 from gpu.numba_simulated import needs_numba_cuda, numba_kernels
 
+from headrace.testing.cuda_cpu.launcher import ORDERS
+
 pytestmark = [needs_numba_cuda, pytest.mark.kernels]
-ORDERS = ("forward", "reverse", "random")
 
 
 @pytest.mark.parametrize("case", ATTENTION_CASES, ids=lambda case: case.name)
