@@ -38,6 +38,9 @@ from headrace.types import (
     TicketView,
 )
 
+HEAD_ASKS_AGAIN_SECONDS = 0.1
+OTHERS_ASK_AGAIN_SECONDS = 5.0
+"""How long the head of a lane, and whoever stands behind it, waits at most before it asks again unwoken."""
 _MAX_REASONS = 64
 """Of refusals that are counted apart, whatever a policy makes up."""
 

@@ -13,18 +13,18 @@ import anyio
 from starlette.types import Scope
 
 from headrace.gateway.accounting import RequestRecord
-from headrace.gateway.admission import Outcome, Ticket
+from headrace.gateway.admission import (
+    HEAD_ASKS_AGAIN_SECONDS,
+    OTHERS_ASK_AGAIN_SECONDS,
+    Outcome,
+    Ticket,
+)
 from headrace.gateway.call import Call
+from headrace.gateway.expected_output import UNKNOWN_OUTPUT_TOKENS
 from headrace.gateway.identity import identity_of
 from headrace.gateway.json_body import content_length
 from headrace.gateway.state import GatewayState
 from headrace.types import GenerationRequest, PromptView, RoutingRequest, TicketView
-
-_HEAD_ASKS_AGAIN_SECONDS = 0.1
-_OTHERS_ASK_AGAIN_SECONDS = 5.0
-_UNKNOWN_OUTPUT_TOKENS = 128
-"""What routing takes for an output of which nothing is known: a caller who sets no bound asks for the
-rest of the context, and that as a load would outweigh every cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def routing_request(
 def expected_load(state: GatewayState, model: str, tenant: str, max_tokens: int) -> int:
     """Return the output tokens that routing counts for one choice."""
     return state.admission.expected_output.predict(
-        model, tenant, max_tokens, unknown=_UNKNOWN_OUTPUT_TOKENS
+        model, tenant, max_tokens, unknown=UNKNOWN_OUTPUT_TOKENS
     )
 
 
@@ -187,7 +187,7 @@ async def _wait(ticket: Ticket, is_head: bool, seconds_left: float) -> None:
     """Sleep until it may be worth asking again."""
     woken = anyio.Event()
     ticket.wake = woken.set
-    longest = _HEAD_ASKS_AGAIN_SECONDS if is_head else _OTHERS_ASK_AGAIN_SECONDS
+    longest = HEAD_ASKS_AGAIN_SECONDS if is_head else OTHERS_ASK_AGAIN_SECONDS
     with anyio.move_on_after(max(0.0, min(longest, seconds_left))):
         await woken.wait()
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+UNKNOWN_OUTPUT_TOKENS = 128
+"""What routing takes for an output of which nothing is known: a caller who sets no bound asks for the
+rest of the context, and that as a load would outweigh every cache."""
 _MAX_TENANTS = 4096
 _MIN_SAMPLES = 8
 _GAIN = 1 / 16

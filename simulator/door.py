@@ -10,13 +10,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from headrace.errors import RequestError
-from headrace.gateway.admission import AdmissionGate, Outcome, Ticket
+from headrace.gateway.admission import (
+    HEAD_ASKS_AGAIN_SECONDS,
+    OTHERS_ASK_AGAIN_SECONDS,
+    AdmissionGate,
+    Outcome,
+    Ticket,
+)
+from headrace.gateway.expected_output import UNKNOWN_OUTPUT_TOKENS
 from headrace.gateway.router import Router
 from headrace.types import GenerationRequest, RoutingRequest, TicketView
-
-HEAD_ASKS_AGAIN_SECONDS = 0.1
-OTHERS_ASK_AGAIN_SECONDS = 5.0
-UNKNOWN_OUTPUT_TOKENS = 128
 
 
 @dataclass(slots=True, eq=False)
