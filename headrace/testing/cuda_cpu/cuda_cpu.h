@@ -63,7 +63,7 @@ struct Thread : Stack {
   unsigned number, lane;
   State state;
   const char* operation;
-  int line, predicate;
+  int line;
   uint32_t mask;
   unsigned barriers, collectives;  // how many it has passed: their parity chooses a tag
   const Exchange* received;
@@ -90,7 +90,6 @@ inline std::string failure;
 inline Order order;
 inline unsigned seed;
 inline bool unordered, early_copies;
-inline int votes;
 inline char tags_of_all[kTags], end_tag, *tags = tags_of_all;
 inline std::vector<char*> left_shared, left_stacks;
 inline std::vector<void*> left_fibers;
@@ -101,11 +100,10 @@ inline std::string at(const char* operation, int line) {
 }
 inline void wait_turn(bool ends = false) { switch_stack(*thread, home, ends); }
 
-inline void arrive(int predicate, const char* operation, int line) {
+inline void arrive(const char* operation, int line) {
   Untracked untracked;
   Thread& me = *thread;
   void* tag = tags + (me.barriers++ & 1);
-  me.predicate = predicate != 0;
   me.operation = operation;
   me.line = line;
   me.state = State::kAtBarrier;
@@ -257,12 +255,8 @@ inline bool run_round(std::mt19937& random, std::vector<unsigned>& turns) {
   }
   if (done == count) return false;
   if (arrived && arrived + done == count) {  // a thread that has exited counts as arrived, as on the device
-    votes = 0;
     for (Thread& t : threads)
-      if (t.state == State::kAtBarrier) {
-        t.state = State::kReady;
-        votes += t.predicate;
-      }
+      if (t.state == State::kAtBarrier) t.state = State::kReady;
   } else if (!ready) {
     fail_stuck();
     return false;

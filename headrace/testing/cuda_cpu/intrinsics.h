@@ -1,20 +1,13 @@
 // CUDA's built-in functions on the CPU, as far as the kernels use them, and the tensor-core primitives.
 #pragma once
 
-#define __syncthreads() cuda_cpu::arrive(0, "__syncthreads", __LINE__)
-#define __syncthreads_or(p) cuda_cpu::vote(p, "__syncthreads_or", __LINE__)
+#define __syncthreads() cuda_cpu::arrive("__syncthreads", __LINE__)
 #define __syncwarp() cuda_cpu::exchange("__syncwarp", ~0u, 0, __LINE__, true)
 #define __shfl_xor_sync(mask, value, lanes) cuda_cpu::shuffle("__shfl_xor_sync", mask, value, cuda_cpu::thread->lane ^ (lanes), __LINE__)
-#define __shfl_sync(mask, value, lane) cuda_cpu::shuffle("__shfl_sync", mask, value, lane, __LINE__)
 #define __shfl_up_sync(mask, value, lanes) cuda_cpu::shuffle("__shfl_up_sync", mask, value, std::max(0, int(cuda_cpu::thread->lane) - int(lanes)), __LINE__, cuda_cpu::thread->lane < unsigned(lanes))
 #define __ballot_sync(mask, predicate) cuda_cpu::ballot(mask, predicate, __LINE__)
 
 namespace cuda_cpu {
-
-inline int vote(int predicate, const char* operation, int line) {
-  arrive(predicate, operation, line);
-  return votes > 0;
-}
 
 template <class T>
 inline T shuffle(const char* operation, uint32_t mask, T value, unsigned lane, int line, bool keeps = false) {
@@ -57,10 +50,6 @@ inline To bits_of(From from) {
 
 template <class T, class U>
 inline T atomicAdd(T* where, U value) { return cuda_cpu::update(where, [=](T v) { return T(v + value); }); }
-template <class T, class U>
-inline T atomicMax(T* where, U value) { return cuda_cpu::update(where, [=](T v) { return std::max(v, T(value)); }); }
-template <class T, class U>
-inline T atomicOr(T* where, U value) { return cuda_cpu::update(where, [=](T v) { return T(v | value); }); }
 inline void __threadfence() {
   static char tag;
   cuda_cpu::acquire(&tag);
