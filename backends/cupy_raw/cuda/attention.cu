@@ -11,7 +11,7 @@
 // One block: one KV head of one piece (headrace.backends.gpu.work_list), kHeads of its query heads. kLanes threads
 // share a row, kRowsAtOnce rows go through the block at a time. Scores are kept in base 2. Causality and
 // window are in the piece's row range already, as a piece holds one token.
-#include "primitives.cuh"
+#include "attention.cuh"
 
 #ifndef HEAD_DIM
 #error "HEAD_DIM, GROUP, HEADS, BLOCK_SIZE, ACTIVATION, STORED, SOFTCAP, BIAS specialise this file"
@@ -28,7 +28,6 @@ constexpr int kVectors = (kVectorsPerRow + kLanes - 1) / kLanes;  // of one thre
 constexpr int kElements = kVectors * kPerVector;
 constexpr int kRowsAtOnce = kThreads / kLanes;
 constexpr bool kScaled = Stored::kLargest > 0.0f;
-constexpr float kLowest = -3.0e38f, kLog2E = 1.4426950408889634f;
 static_assert(kHeadDim % kPerVector == 0, "a row is whole 16-byte vectors");
 
 // Of a block: stages of 16-byte vectors [stage][key or value][vector][thread], later the merge's rows [warp][head][dim], maxima and sums.
@@ -149,18 +148,7 @@ __device__ __forceinline__ void merge_warps(const Online& online, float* shared,
 #ifndef BUG_NO_BARRIER_IN_MERGE
   __syncthreads();
 #endif
-  for (int i = threadIdx.x; i < num_heads * kHeadDim; i += kThreads) {
-    const int h = i / kHeadDim;
-    float top = kLowest, sum = 0.0f, row = 0.0f;
-    for (int w = 0; w < kWarps; w++) top = fmaxf(top, largest[w * kHeads + h]);
-    for (int w = 0; w < kWarps; w++) {
-      const float factor = exp2_fast(largest[w * kHeads + h] - top);
-      sum = fmaf(sums[w * kHeads + h], factor, sum);
-      row = fmaf(shared[(w * kHeads + h) * kHeadDim + i % kHeadDim], factor, row);
-    }
-    partial_rows[(first_row + h) * kHeadDim + i % kHeadDim] = row;
-    if (i % kHeadDim == 0) partial_sums[first_row + h] = make_float2(top, sum);
-  }
+  add_up_warps<kHeadDim, kWarps, kHeads>(shared, partial_rows, partial_sums, first_row, num_heads);
 }
 
 // grid: pieces, KV heads, GROUP / kHeads rounded up

@@ -7,7 +7,7 @@
 //
 // Scores of a tile are one 16 x 16 product, its weights stay in registers as the next product's operand. Warps
 // meet once, at the end; attention.cu's merge_pieces adds up the pieces.
-#include "primitives.cuh"
+#include "attention.cuh"
 
 #ifndef HEAD_DIM
 #error "HEAD_DIM, GROUP, BLOCK_SIZE, ACTIVATION, STORED, SOFTCAP, BIAS specialise this file"
@@ -23,7 +23,6 @@ constexpr int kStoredBytes = kHeadDim * sizeof(Stored::Type), kStoredStride = kS
 constexpr int kWideStride = kHeadDim * 2 + 16;
 constexpr int kPlaneBytes = kTile * kStoredStride, kFactorBytes = 3 * kTile * 4, kStageBytes = 2 * kPlaneBytes + kFactorBytes;
 constexpr int kWideBytes = kScaled ? 2 * kTile * kWideStride : 0, kWarpBytes = kStages * kStageBytes + kWideBytes;
-constexpr float kLowest = -3.0e38f, kLog2E = 1.4426950408889634f;
 
 // What one warp copies of a tile: rows of keys, of values, and their scales and biases.
 struct Source {
@@ -169,18 +168,7 @@ __device__ __forceinline__ void merge_warps(State& state, float* shared, float* 
 #ifndef BUG_NO_BARRIER_IN_MERGE
   __syncthreads();
 #endif
-  for (int i = threadIdx.x; i < num_rows * kHeadDim; i += kThreads) {
-    const int row = i / kHeadDim;
-    float top = kLowest, sum = 0.0f, out = 0.0f;
-    for (int w = 0; w < kWarps; w++) top = fmaxf(top, largest[w * kRows + row]);
-    for (int w = 0; w < kWarps; w++) {
-      const float factor = exp2_fast(largest[w * kRows + row] - top);
-      sum = fmaf(sums[w * kRows + row], factor, sum);
-      out = fmaf(shared[(w * kRows + row) * kHeadDim + i % kHeadDim], factor, out);
-    }
-    partial_rows[(first_row + row) * kHeadDim + i % kHeadDim] = out;
-    if (i % kHeadDim == 0) partial_sums[first_row + row] = make_float2(top, sum);
-  }
+  add_up_warps<kHeadDim, kWarps, kRows>(shared, partial_rows, partial_sums, first_row, num_rows);
 }
 
 // grid: pieces, KV heads. tile_rows: rows a piece has room for; window 0: none
