@@ -4,7 +4,7 @@
 // |--------------------------------------------------------------|-----------------|---------------------|
 // | rows straight to registers, 4 tokens ahead (D 128, group 1)  | 48              |                     |
 // |   asked for 8 loads in flight; ptxas sank them to 3          |                 |                     |
-// | this: each thread copies its own 16 bytes to shared memory,  | see budget.json |                     |
+// | this: each thread copies its own 16 bytes to shared memory,  | see budget_cuda.json |                     |
 // |   kStages - 1 tokens ahead; no barrier in the loop, because  |                 |                     |
 // |   no thread reads what another copied                        |                 |                     |
 //

@@ -2,7 +2,7 @@
 //
 // | version                                                            | registers sm_90 | H200, 32 x 4k, group 8 | fp8 |
 // |--------------------------------------------------------------------|-----------------|------------------------|-----|
-// | this: each warp has its own tiles of 16 rows, two stages in shared | see budget.json |                        |     |
+// | this: each warp has its own tiles of 16 rows, two stages in shared | see budget_cuda.json |                        |     |
 // |   memory; 8-bit tiles are widened there, as ldmatrix moves 16 bits |                 |                        |     |
 //
 // Scores of a tile are one 16 x 16 product, its weights stay in registers as the next product's operand. Warps

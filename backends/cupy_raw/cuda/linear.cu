@@ -2,7 +2,7 @@
 //
 // | version                                                  | registers sm_90 | H200, 1 x 4096 x 14336 int4 |
 // |----------------------------------------------------------|-----------------|-----------------------------|
-// | this: a warp per output, 16 bytes of codes a lane a step | see budget.json |                             |
+// | this: a warp per output, 16 bytes of codes a lane a step | see budget_cuda.json |                             |
 //
 // Decoding reads every weight once, so bandwidth decides: nothing but codes and scales comes from memory, x from cache.
 #include "primitives.cuh"

@@ -3,7 +3,7 @@
 // | version                                                            | registers sm_90 | H200, 64 x 4096 |
 // |--------------------------------------------------------------------|-----------------|-----------------|
 // | a norm's row kept in registers: one read, but 40 registers at 8192 | not built       |                 |
-// | this: the second read of a row comes from the first-level cache    | see budget.json |                 |
+// | this: the second read of a row comes from the first-level cache    | see budget_cuda.json |                 |
 //
 // kVector elements go through a thread at a time, 16 bytes of a 16-bit type, where rows are aligned to it.
 #include "primitives.cuh"

@@ -4,7 +4,7 @@
 // |--------------------------------------------------------------------------|-----------------|--------------------------------|
 // | one block per row, 8-bit digits: 8 reads of a row in one launch, idle    | 36              |                                |
 // |   multiprocessors below 132 rows, ties cut by logit only                 |                 |                                |
-// | this: several blocks per row, 11-bit digits, a launch per digit          | see budget.json |                                |
+// | this: several blocks per row, 11-bit digits, a launch per digit          | see budget_cuda.json |                                |
 //
 // Order is (logit descending, id ascending), held in one 54-bit key, so top_k, top_p and the list of best tokens
 // are each one cut in it: the largest key whose keys at or above it weigh what is wanted. A cut is found digit by
