@@ -68,36 +68,29 @@ def _bounded(name: str, value: float, low: float, high: float) -> None:
         )
 
 
+_NUMBER_BOUNDS = (
+    ("temperature", 0, 1e6),
+    ("top_p", 0, 1),
+    ("min_p", 0, 1),
+    ("presence_penalty", -2, 2),
+    ("frequency_penalty", -2, 2),
+    ("repetition_penalty", 0, 1e6),
+)
+
+
 def _check_numbers(p: SamplingParams) -> None:
-    if not (
-        0 <= p.temperature <= 1e6
-        and 0 <= p.top_p <= 1
-        and 0 <= p.min_p <= 1
-        and -2 <= p.presence_penalty <= 2
-        and -2 <= p.frequency_penalty <= 2
-        and 0 < p.repetition_penalty <= 1e6
-    ):
-        _refuse_number(p)
+    for name, low, high in _NUMBER_BOUNDS:
+        _bounded(name, getattr(p, name), low, high)
+    if p.repetition_penalty == 0:
+        raise InvalidRequest(
+            "repetition_penalty must be above 0, got 0; 1 means off", param="repetition_penalty"
+        )
     for token_id, bias in p.logit_bias.items():
         _bounded("logit_bias", bias, -100, 100)
         if token_id < 0:
             raise InvalidRequest(
                 f"logit_bias: token id {shown(token_id)} is negative", param="logit_bias"
             )
-
-
-def _refuse_number(p: SamplingParams) -> None:
-    """Raise for the first number that is out of its bounds."""
-    _bounded("temperature", p.temperature, 0, 1e6)
-    _bounded("top_p", p.top_p, 0, 1)
-    _bounded("min_p", p.min_p, 0, 1)
-    _bounded("presence_penalty", p.presence_penalty, -2, 2)
-    _bounded("frequency_penalty", p.frequency_penalty, -2, 2)
-    _bounded("repetition_penalty", p.repetition_penalty, 0, 1e6)
-    if p.repetition_penalty == 0:
-        raise InvalidRequest(
-            "repetition_penalty must be above 0, got 0; 1 means off", param="repetition_penalty"
-        )
 
 
 def _check_counts(p: SamplingParams) -> None:
