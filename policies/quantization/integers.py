@@ -10,10 +10,9 @@ from headrace.policies.quantization.rounding import (
     BLOCK,
     INT4_SCHEME,
     INT8_SCHEME,
+    ROUNDING,
     check_group_size,
     check_width,
-    to_int4,
-    to_int8,
 )
 
 if TYPE_CHECKING:
@@ -50,28 +49,20 @@ class Integers:
         check_width(tensor_name, shape[1], self._group_size)
         return self.scheme
 
+    def quantize(
+        self,
+        weight: NDArray[np.float32],
+        scheme: str,
+        statistics: Mapping[str, NDArray[np.float32]] | None,
+    ) -> Mapping[str, QuantizedPart]:
+        return ROUNDING[scheme](weight, self._group_size)
+
 
 class Int8(Integers):
     name: ClassVar[str] = "int8"
     scheme = INT8_SCHEME
 
-    def quantize(
-        self,
-        weight: NDArray[np.float32],
-        scheme: str,
-        statistics: Mapping[str, NDArray[np.float32]] | None,
-    ) -> Mapping[str, QuantizedPart]:
-        return to_int8(weight, self._group_size)
-
 
 class Int4(Integers):
     name: ClassVar[str] = "int4"
     scheme = INT4_SCHEME
-
-    def quantize(
-        self,
-        weight: NDArray[np.float32],
-        scheme: str,
-        statistics: Mapping[str, NDArray[np.float32]] | None,
-    ) -> Mapping[str, QuantizedPart]:
-        return to_int4(weight, self._group_size)

@@ -12,10 +12,9 @@ from headrace.policies.quantization.rounding import (
     BLOCK,
     INT4_SCHEME,
     INT8_SCHEME,
+    ROUNDING,
     check_group_size,
     check_width,
-    to_int4,
-    to_int8,
 )
 
 if TYPE_CHECKING:
@@ -68,5 +67,4 @@ class Mixed:
         scheme: str,
         statistics: Mapping[str, NDArray[np.float32]] | None,
     ) -> Mapping[str, QuantizedPart]:
-        to_parts = to_int8 if scheme == INT8_SCHEME else to_int4
-        return to_parts(weight, self._options.group_size)
+        return ROUNDING[scheme](weight, self._options.group_size)

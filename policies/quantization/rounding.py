@@ -84,6 +84,10 @@ def to_int4(weight: NDArray[np.float32], group_size: int = BLOCK) -> Mapping[str
     }
 
 
+ROUNDING = {INT8_SCHEME: to_int8, INT4_SCHEME: to_int4}
+"""Scheme -> what makes its parts: (weight, group_size) -> parts."""
+
+
 def _codes_of(
     groups: NDArray[np.float32], scale: NDArray[np.float16], minimum: NDArray[np.float16]
 ) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
