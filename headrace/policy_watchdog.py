@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import sys
 import threading
 import time
@@ -18,6 +19,8 @@ from typing import Any
 
 _TICK_SECONDS = 0.02
 _IDLE_TICKS = 100
+_COLLECTION_SECONDS_MAX = 1.0
+"""So much garbage collection is not held against one call; what collects without end is cut off all the same."""
 _CALLER, _WATCHDOG = "caller", "watchdog"
 
 
@@ -56,11 +59,15 @@ class _InsistentTimeout(PolicyTimeout):
 class _Call:
     """One call under way. `owner` holds who may end it: the caller, or the watchdog while it fires."""
 
-    __slots__ = ("deadline", "is_reported", "num_fired", "owner", "seconds")
+    __slots__ = (
+        "collecting_since", "deadline", "is_reported", "latest", "num_fired", "owner", "seconds"
+    )  # fmt: skip
 
     def __init__(self, deadline: float, seconds: float) -> None:
         self.deadline = deadline
+        self.latest = deadline + _COLLECTION_SECONDS_MAX
         self.seconds = seconds
+        self.collecting_since: float | None = None
         self.num_fired = 0
         self.is_reported = False
         self.owner: dict[str, str] = {}
@@ -111,16 +118,37 @@ class Watchdog:
                 self._is_asleep = False
                 threading.Thread(target=self._watch, name="policy watchdog", daemon=True).start()
 
+    def _note_collection(self, phase: str, _: object) -> None:
+        """Give a call back the time that the collector took: the garbage is the whole process's.
+
+        Called by the collector in the thread that it interrupts. Nothing is raised meanwhile: the
+        exception would arrive in some collector's callback, where it is printed and lost.
+        """
+        call = self._calls.get(threading.get_ident())
+        if call is None:
+            return
+        now = time.perf_counter()
+        if phase == "start":
+            call.collecting_since = now
+        elif call.collecting_since is not None:
+            call.deadline = min(call.deadline + now - call.collecting_since, call.latest)
+            call.collecting_since = None
+
     # --- in the watchdog's thread -----------------------------------------------
 
     def _watch(self) -> None:
         num_idle = 0
-        while num_idle < _IDLE_TICKS or not self._may_end():
-            time.sleep(_TICK_SECONDS)
-            under_way = list(self._calls.items())
-            num_idle = 0 if under_way else num_idle + 1
-            for thread_id, call in under_way:
-                self._look_after(thread_id, call, time.perf_counter())
+        note_collection = self._note_collection
+        gc.callbacks.append(note_collection)
+        try:
+            while num_idle < _IDLE_TICKS or not self._may_end():
+                time.sleep(_TICK_SECONDS)
+                under_way = list(self._calls.items())
+                num_idle = 0 if under_way else num_idle + 1
+                for thread_id, call in under_way:
+                    self._look_after(thread_id, call, time.perf_counter())
+        finally:
+            gc.callbacks.remove(note_collection)
 
     def _may_end(self) -> bool:
         """Whether this thread can end: a call that came meanwhile has started another one, or none came."""
@@ -135,7 +163,7 @@ class Watchdog:
 
     def _look_after(self, thread_id: int, call: _Call, now: float) -> None:
         late = now - call.deadline
-        if late < 0:
+        if late < 0 or (call.collecting_since is not None and now < call.latest):
             return
         if late > self.stuck_after_seconds and self.on_stuck is not None and not call.is_reported:
             call.is_reported = True

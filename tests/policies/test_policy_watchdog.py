@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import threading
 import time
@@ -156,3 +157,39 @@ def test_the_builtin_decides_for_a_policy_that_does_not_come_back() -> None:
     state = guard.state()
     assert (state.strikes, state.failures_total, state.is_benched) == (2, 2, True)
     assert state.last_failure == "next_decision_at: cut off after 20 ms, which is its limit"
+
+
+def collect_for(seconds: float) -> Callable[[], str]:
+    """Return a call whose garbage takes that long to collect."""
+
+    def slow(phase: str, _: object) -> None:
+        if phase == "start":
+            time.sleep(seconds)
+
+    def call() -> str:
+        gc.callbacks.append(slow)
+        try:
+            gc.collect(0)
+        finally:
+            gc.callbacks.remove(slow)
+        return "done"
+
+    return call
+
+
+def test_collecting_garbage_is_not_held_against_a_call(watchdog: Watchdog) -> None:
+    watchdog.call(time.sleep, (0.05,), 5.0)  # the watchdog is awake and hears of collections
+    assert watchdog.call(collect_for(0.3), (), 0.1) == "done"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_call_that_does_nothing_but_collect_garbage_is_cut_off(watchdog: Watchdog) -> None:
+    watchdog.call(time.sleep, (0.05,), 5.0)
+    collect = collect_for(0.05)
+
+    def collect_for_ever() -> None:
+        while True:
+            collect()
+
+    with pytest.raises(PolicyTimeout):
+        watchdog.call(collect_for_ever, (), 0.1)
