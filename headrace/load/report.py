@@ -128,7 +128,10 @@ class LoadReport:
 
     def goodput(self, level: ServiceLevel) -> float:
         """Return requests per second that keep every limit."""
-        return sum(map(level.is_met_by, self.outcomes)) / self.wall_seconds
+        return self._num_good(level) / self.wall_seconds
+
+    def _num_good(self, level: ServiceLevel) -> int:
+        return sum(map(level.is_met_by, self.outcomes))
 
     def seconds(self, latency: str) -> list[float]:
         """Return all values of "ttft", "tpot", "itl" or "e2e", sorted."""
@@ -181,7 +184,7 @@ class LoadReport:
         if level is not None:
             row["slo"] = str(level)
             row["goodput_requests_per_second"] = self.goodput(level)
-            row["slo_share"] = self.goodput(level) * self.wall_seconds / max(1, len(self.outcomes))
+            row["slo_share"] = self._num_good(level) / max(1, len(self.outcomes))
         row["seconds"] = {latency: self.latency(latency) for latency in LATENCIES}
         names = ("start", "late", "ttft", "tpot", "e2e")
         row["outcomes"] = [
