@@ -12,10 +12,16 @@ def decodes(sequence: Sequence) -> bool:
 
 
 def planned_decode(sequence: Sequence) -> PlannedSequence:
-    """Return the entry of a sequence that computes its last token and draws the next."""
-    if len(sequence.family.sequences) == 1:
-        return PlannedSequence(sequence, 1, 0, [sequence])
-    return planned(sequence, 1)
+    """Return the entry of a sequence that computes its last token and draws the next.
+
+    Where a request has one choice, that is the same entry every time.
+    """
+    if len(sequence.family.sequences) > 1:
+        return planned(sequence, 1)
+    entry = sequence.decode_entry
+    if entry is None:
+        entry = sequence.decode_entry = PlannedSequence(sequence, 1, 0, [sequence])
+    return entry
 
 
 def planned(sequence: Sequence, num_tokens: int, num_score_rows: int = 0) -> PlannedSequence:

@@ -17,7 +17,7 @@ from headrace.engine.intake import Intake, ServedModel
 from headrace.engine.kv_cache import KVCache
 from headrace.engine.outcome import Outcome
 from headrace.engine.ranking import deciding
-from headrace.engine.runs import equal_steps, quiet_steps, run_batch
+from headrace.engine.runs import PlannedRun, planned_run, quiet_steps
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import Family, Sequence, Status
 from headrace.engine.step_account import StepAccount
@@ -27,7 +27,6 @@ from headrace.types import (
     EngineSettings,
     EngineStats,
     GenerationRequest,
-    RunBatch,
     StepFacts,
     TokenEvent,
 )
@@ -205,9 +204,10 @@ class Engine:
             plan = self._scheduler.schedule(now)
             if not plan.entries:
                 return []
-            batch = run_batch(plan) if until is not None and self._can_repeat else None
-            if batch is not None and until is not None:
-                return self._run(plan, batch, until, now)
+            if until is not None and self._can_repeat:
+                run = planned_run(plan, self._scheduler)
+                if run is not None:
+                    return self._run(plan, run, until, now)
             try:
                 flight = self._launcher.launch(plan, now)
             except Exception as error:
@@ -261,10 +261,10 @@ class Engine:
         return events
 
     def _run(
-        self, plan: BatchPlan, batch: RunBatch, until: float, start: float
+        self, plan: BatchPlan, planned: PlannedRun, until: float, start: float
     ) -> list[TokenEvent]:
         """Run a step, or several equal ones as one; the runner says how many began in time."""
-        num_steps = equal_steps(plan, self._scheduler)
+        batch, num_steps = planned.batch, planned.num_steps
         if num_steps > 1:
             next_decision = self._scheduler.next_decision_at()
             until = until if next_decision is None else min(until, next_decision)

@@ -10,7 +10,6 @@ from array import array
 from collections.abc import Callable
 
 import msgspec
-import numpy as np
 
 from headrace.engine.batch import BatchPlan, PlannedSequence
 from headrace.engine.output import SequenceOutput, TokenRow, token_logprobs
@@ -43,7 +42,11 @@ class Outcome:
 
         What a step launched ahead computed for a choice that ended meanwhile is dropped.
         """
-        rows = _Rows(result)
+        return self._apply(plan, _Rows(result), now)
+
+    def _apply(
+        self, plan: BatchPlan, rows: _Rows | _DrawnRows, now: float
+    ) -> tuple[list[TokenEvent], list[tuple[int, int]]]:
         events: list[TokenEvent] = []
         copies: list[tuple[int, int]] = []
         first_row = 0
@@ -68,15 +71,12 @@ class Outcome:
         """Return the events of a run, one per choice that has news; more than one step are all decodes."""
         now = run.times[-1]
         if len(run.times) == 1:
-            drawn = run.token_ids[0]
-            failed = np.zeros(len(drawn), np.bool_)
-            return self.apply(plan, StepResult(drawn, None, None, None, failed), now)[0]
-        columns = run.token_ids.T.tolist()
-        for entry, token_ids in zip(plan.entries, columns, strict=True):
+            return self._apply(plan, _DrawnRows([drawn[0] for drawn in run.token_ids]), now)[0]
+        for entry, token_ids in zip(plan.entries, run.token_ids, strict=True):
             entry.sequence.token_ids.extend(token_ids)
         fill_blocks(plan, self._kv_cache, [start, *run.times[:-1]])
         events: list[TokenEvent] = []
-        for entry, token_ids in zip(plan.entries, columns, strict=True):
+        for entry, token_ids in zip(plan.entries, run.token_ids, strict=True):
             sequence = entry.sequence
             sequence.last_token_time = now
             self._count(sequence, len(token_ids))
@@ -109,7 +109,9 @@ class Outcome:
         sequence.num_computed_tokens += entry.num_tokens
         self._kv_cache.publish(sequence)
 
-    def _take_scores(self, entry: PlannedSequence, rows: _Rows, first_row: int) -> None:
+    def _take_scores(
+        self, entry: PlannedSequence, rows: _Rows | _DrawnRows, first_row: int
+    ) -> None:
         family = entry.sequence.family
         num_logprobs = family.request.sampling.prompt_logprobs or 0
         assert self._tokenizer is not None, "log probabilities spell their tokens"
@@ -120,7 +122,7 @@ class Outcome:
     def _draw(
         self,
         entry: PlannedSequence,
-        rows: _Rows,
+        rows: _Rows | _DrawnRows,
         first_row: int,
         out: tuple[list[TokenEvent], list[tuple[int, int]]],
         now: float,
@@ -140,7 +142,7 @@ class Outcome:
         self._say(leader, self._take_token(leader, rows, first_row, now), events, now)
 
     def _take_token(
-        self, sequence: Sequence, rows: _Rows, row: int, now: float
+        self, sequence: Sequence, rows: _Rows | _DrawnRows, row: int, now: float
     ) -> TokenEvent | None:
         token_id = rows.token_ids[row]
         if rows.has_logprobs:
@@ -232,6 +234,22 @@ class _Rows:
         if top_ids is not None and top_logprobs is not None:
             top = tuple(zip(top_ids[row].tolist(), top_logprobs[row].tolist(), strict=True))
         return TokenRow(token_id, self._logprobs[row], top)
+
+
+class _DrawnRows:
+    """Drawn tokens and nothing else, as virtual time gives them."""
+
+    __slots__ = ("token_ids",)
+    has_logprobs = False
+
+    def __init__(self, token_ids: list[int]) -> None:
+        self.token_ids = token_ids
+
+    def any_failed(self, start: int, end: int) -> bool:
+        return False
+
+    def token_row(self, row: int) -> TokenRow:
+        return TokenRow(self.token_ids[row])
 
 
 def _with_prompt(sequence: Sequence, event: TokenEvent) -> TokenEvent:

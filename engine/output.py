@@ -87,6 +87,8 @@ class SequenceOutput:
         self._stop_ids = frozenset(sampling.stop_token_ids)
         self._ending_ids = self._eos_ids | self._stop_ids
         self._is_plain = not sampling.stop and sampling.logprobs is None
+        self.ends_by_length_only = self._is_plain and not self._ending_ids
+        """Whether what is drawn cannot end the choice, only how much."""
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._matcher = StopMatcher(sampling.stop)
         self._num_decoded = 0  # characters the tokens have given
@@ -101,11 +103,6 @@ class SequenceOutput:
     def num_tokens(self) -> int:
         """Tokens generated: the completion tokens of the usage."""
         return len(self.token_ids)
-
-    @property
-    def ends_by_length_only(self) -> bool:
-        """Whether what is drawn cannot end the choice, only how much."""
-        return self._is_plain and not self._ending_ids
 
     @property
     def num_tokens_left(self) -> int:

@@ -7,8 +7,7 @@ costs the engine one step per change instead of one per token, and says the same
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-
-import numpy as np
+from dataclasses import dataclass
 
 from headrace.engine.batch import BatchPlan
 from headrace.engine.chunks import decodes
@@ -20,50 +19,51 @@ from headrace.types import RunBatch
 MAX_STEPS = 4096
 
 
-def equal_steps(plan: BatchPlan, scheduler: Scheduler) -> int:
-    """Return how many steps like `plan` can follow each other, itself included; 1: only itself.
+@dataclass(frozen=True, slots=True)
+class PlannedRun:
+    """A step that virtual time can run through, and how many like it can follow."""
 
-    The last of them may end choices. None needs a block that is not free, none meets a waiting
-    request that could start, and no token ends a choice by what it is.
+    batch: RunBatch
+    num_steps: int
+    """Itself included; 1: only itself."""
+
+
+def planned_run(plan: BatchPlan, scheduler: Scheduler) -> PlannedRun | None:
+    """Return what virtual time needs of a step; None where more than seed and position decides a token.
+
+    The last of its equal steps may end choices. None needs a block that is not free, none meets a
+    waiting request that could start, and no token ends a choice by what it is.
     """
-    running = scheduler.running
-    if not len(plan.entries) == plan.num_decodes == len(running) or not _can_only_wait(scheduler):
-        return 1
-    most = MAX_STEPS
-    for entry in plan.entries:
-        output = entry.sequence.output
-        if not (
-            output.ends_by_length_only
-            and entry.sequence.sampling.is_plain
-            and len(entry.drawing) == 1
-        ):
-            return 1
-        most = min(most, output.num_tokens_left)
-    return _within_blocks([entry.sequence for entry in plan.entries], scheduler, most)
-
-
-def run_batch(plan: BatchPlan) -> RunBatch | None:
-    """Return what virtual time needs of a step; None where more than seed and position decides a token."""
     seeds: list[int] = []
     positions: list[int] = []
-    num_kv_rows = 0
+    spare: list[int] = []
+    num_kv_rows = num_prefill_tokens = 0
+    most = MAX_STEPS
+    size = scheduler.kv_cache.block_size
     for entry in plan.entries:
         sequence = entry.sequence
         if entry.num_score_rows or len(entry.drawing) > 1 or not sequence.sampling.is_plain:
             return None
-        num_kv_rows += sequence.num_kv_rows() + entry.num_tokens
+        rows, num_tokens = sequence.num_kv_rows(), entry.num_tokens
+        num_kv_rows += rows + num_tokens
+        if num_tokens > 1:
+            num_prefill_tokens += num_tokens
         if entry.drawing:
             seeds.append(sequence.seed if sequence.sampling.params.temperature > 0 else 0)
             positions.append(len(sequence.token_ids))
-    return RunBatch(
-        num_prefill_tokens=sum(
-            [e.num_tokens for e in plan.entries[plan.num_decodes :] if e.num_tokens > 1]
-        ),
-        num_sequences=len(plan.entries),
-        num_kv_rows=num_kv_rows,
-        seeds=np.array(seeds, np.uint64),
-        positions=np.array(positions, np.int64),
-    )
+        if most > 1:
+            output = sequence.output
+            left = output.num_tokens_left if output.ends_by_length_only and entry.drawing else 1
+            most = min(most, left)
+            spare.append(len(sequence.block_ids) * size - rows)
+    batch = RunBatch(num_prefill_tokens, len(plan.entries), num_kv_rows, seeds, positions)
+    if (
+        most <= 1
+        or not len(plan.entries) == plan.num_decodes == len(scheduler.running)
+        or not _can_only_wait(scheduler)
+    ):
+        return PlannedRun(batch, 1)
+    return PlannedRun(batch, _within_blocks(spare, scheduler, most))
 
 
 def quiet_steps(scheduler: Scheduler) -> int:
@@ -80,7 +80,9 @@ def quiet_steps(scheduler: Scheduler) -> int:
         if not (decodes(sequence) and output.ends_by_length_only and sequence.sampling.is_plain):
             return 0
         most = min(most, output.num_tokens_left)
-    return _within_blocks(running, scheduler, most)
+    size = scheduler.kv_cache.block_size
+    spare = [len(s.block_ids) * size - s.num_kv_rows() for s in running]
+    return _within_blocks(spare, scheduler, most)
 
 
 def _can_only_wait(scheduler: Scheduler) -> bool:
@@ -93,11 +95,13 @@ def _can_only_wait(scheduler: Scheduler) -> bool:
     )
 
 
-def _within_blocks(sequences: Items[Sequence], scheduler: Scheduler, most: int) -> int:
-    """Return the most steps, at most `most`, whose rows fit the blocks held and the free ones; 1 at least."""
+def _within_blocks(spare: Items[int], scheduler: Scheduler, most: int) -> int:
+    """Return the most steps, at most `most`, whose rows fit the blocks held and the free ones; 1 at least.
+
+    `spare`: of each sequence, the rows left in the blocks it holds.
+    """
     size = scheduler.kv_cache.block_size
     num_free = scheduler.kv_cache.pool.num_free
-    spare = [len(s.block_ids) * size - s.num_kv_rows() for s in sequences]
 
     def fits(num_steps: int) -> bool:
         return sum([-(-(num_steps - s) // size) for s in spare if s < num_steps]) <= num_free
@@ -118,26 +122,28 @@ def fill_blocks(plan: BatchPlan, kv_cache: KVCache, starts: Items[float]) -> Non
     found, depends on that order. Afterwards the sequences have computed their tokens of all steps.
     """
     size, num_steps = kv_cache.block_size, len(starts)
-    begun = [entry.sequence.num_computed_tokens for entry in plan.entries]
-    events: list[
-        tuple[int, bool, int]
-    ] = []  # (step, False to take a block or True to publish, entry)
-    for order, entry in enumerate(plan.entries):
+    entries = plan.entries
+    begun = [entry.sequence.num_computed_tokens for entry in entries]
+    events: list[tuple[int, bool, int]] = []
+    """(step, False to take a block or True to publish, entry)"""
+    for order, entry in enumerate(entries):
         sequence = entry.sequence
         spare = len(sequence.block_ids) * size - sequence.num_kv_rows()
-        events += [(step, False, order) for step in range(spare, num_steps, size)]
+        if spare < num_steps:
+            events += [(step, False, order) for step in range(spare, num_steps, size)]
         last_of_block = size - 1 - begun[order] % size
-        events += [(step, True, order) for step in range(last_of_block, num_steps, size)]
+        if last_of_block < num_steps:
+            events += [(step, True, order) for step in range(last_of_block, num_steps, size)]
     events.sort()
     for step, publishes, order in events:
-        sequence = plan.entries[order].sequence
+        sequence = entries[order].sequence
         sequence.num_computed_tokens = begun[order] + step + publishes
         kv_cache.pool.now = starts[step]
         if publishes:
             kv_cache.publish(sequence)
         else:
             has_room = kv_cache.try_grow(sequence, 1)
-            assert has_room, "equal_steps counted the blocks"
+            assert has_room, "planned_run counted the blocks"
     kv_cache.pool.now = starts[-1]
-    for entry, num_begun in zip(plan.entries, begun, strict=True):
+    for entry, num_begun in zip(entries, begun, strict=True):
         entry.sequence.num_computed_tokens = num_begun + num_steps

@@ -17,6 +17,7 @@ from headrace.types import GenerationRequest, RequestView, TokenLogprobs
 from headrace.types.views import set_fact
 
 if TYPE_CHECKING:
+    from headrace.engine.batch import PlannedSequence
     from headrace.engine.block_pool import ParentKey
     from headrace.engine.output import SequenceOutput
     from headrace.engine.sampling_rows import SequenceSampling
@@ -88,6 +89,8 @@ class Sequence:
     found_blocks: list[int] = field(default_factory=list)
     """What the last look into the prefix cache found, and each block's serial then."""
     found_serials: list[int] = field(default_factory=list)
+    decode_entry: PlannedSequence | None = None
+    """What a step of it looks like once the prompt is computed, kept for the next one."""
     start_time: float | None = None
     first_token_time: float | None = None
     last_token_time: float | None = None
@@ -188,6 +191,8 @@ class Family:
     def disband(self) -> None:
         """Let go of the choices once all have ended: their tokens are free at once, not when a
         garbage collection finds that family and choices hold each other."""
+        for sequence in self.sequences:
+            sequence.decode_entry = None
         self.sequences.clear()
 
     def pending(self) -> list[Sequence]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from headrace.step_time import StepTimeModel
 
 _EARLY_STEPS = 1024
@@ -43,14 +41,14 @@ class StepAccount:
                 num_kv_rows += num_sequences
                 start = time
             return
-        ends = np.array([start, *times])
-        gaps = ends[1:] - ends[:-1]
-        sums = np.empty(num_steps + 1)
-        sums[0], sums[1:] = self.seconds_total, gaps
-        before = self.steps_total
+        before, total, step_start = self.steps_total, self.seconds_total, start
+        for time in times:  # one by one, since a sum of floats depends on its order
+            total += time - step_start
+            step_start = time
         self.steps_total += num_steps
-        self.seconds_total = float(np.add.accumulate(sums)[-1])
+        self.seconds_total = total
         for number in range(before + _EVERY - before % _EVERY, before + num_steps + 1, _EVERY):
             step = number - before - 1
             rows = num_kv_rows + step * num_sequences
-            self.step_time.observe(0, num_sequences, rows, float(gaps[step]))
+            seconds = times[step] - (times[step - 1] if step else start)
+            self.step_time.observe(0, num_sequences, rows, seconds)

@@ -6,15 +6,15 @@ An engine's own numbers arrive a step late; two requests routed within one step 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
+
+import msgspec
 
 from headrace.types import RoutingRequest
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(msgspec.Struct, frozen=True):
     """Work in flight on one replica, or one request's part of it."""
 
     num_requests: int = 0

@@ -2,8 +2,8 @@
 
 What was sent is known here and at once; what a replica still has cached is not, and need not be: a prefix
 that it has evicted is cold everywhere, and coming back to the same place makes it warm again. The size is
-bounded by a hard limit of entries, least recently used first. A chain's end goes before its beginning,
-because a beginning without its end still matches.
+bounded by a hard limit of entries, least recently used first; use is noted once half of the room is taken.
+A chain's end goes before its beginning, because a beginning without its end still matches.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class PrefixIndex:
         self._entries: OrderedDict[bytes, int] = OrderedDict()
         self._bits: dict[str, int] = {}
         self._next_bit = 0
+        self._has_dropped = False
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -37,6 +38,7 @@ class PrefixIndex:
         bit = 1 << self._bit(replica_id)
         entries = self._entries
         get, move_to_end = entries.get, entries.move_to_end
+        is_roomy = not self._has_dropped and 2 * len(entries) <= self._max_entries
         depth = num_matched = min(len(hashes), MAX_BLOCKS)
         for digest in reversed(hashes[:MAX_BLOCKS]):
             depth -= 1
@@ -44,8 +46,11 @@ class PrefixIndex:
             if not mask & bit:
                 entries[digest] = mask | bit
                 num_matched = depth
+            elif is_roomy:  # nothing was dropped yet, so what precedes this block is here as well
+                break
             move_to_end(digest)
         while len(entries) > self._max_entries:
+            self._has_dropped = True
             entries.popitem(last=False)
         return num_matched
 

@@ -69,16 +69,25 @@ class StepTimeModel:
         self._mean_error = 0.0
         self._mean_seconds = 0.0
         self.num_steps = 0
-        self._formula = StepTimeFormula()
+        self._formula: StepTimeFormula | None = None
+        """Made from the weights when somebody asks; None: they have changed since."""
 
     @property
     def formula(self) -> StepTimeFormula:
+        if self._formula is None:
+            first, second, third, fourth = self._weights
+            self._formula = StepTimeFormula(
+                max(0.0, first),
+                max(0.0, second / _PREFILL_SCALE),
+                max(0.0, third / _SEQUENCE_SCALE),
+                max(0.0, fourth / _ROW_SCALE),
+            )
         return self._formula
 
     @property
     def coefficients(self) -> tuple[float, float, float, float]:
         """Seconds per step, prompt token, sequence and KV row."""
-        formula = self._formula
+        formula = self.formula
         return (
             formula.base_seconds,
             formula.seconds_per_prefill_token,
@@ -97,7 +106,7 @@ class StepTimeModel:
         return self._mean_error / self._mean_seconds if self._mean_seconds > 0 else 1.0
 
     def predict(self, num_prefill_tokens: int, num_sequences: int, num_kv_rows: int) -> float:
-        return self._formula.seconds(num_prefill_tokens, num_sequences, num_kv_rows)
+        return self.formula.seconds(num_prefill_tokens, num_sequences, num_kv_rows)
 
     def observe(
         self, num_prefill_tokens: int, num_sequences: int, num_kv_rows: int, seconds: float
@@ -115,20 +124,20 @@ class StepTimeModel:
         residual = seconds - (
             first + second * features[1] + third * features[2] + fourth * features[3]
         )
-        error = abs(seconds - self.predict(num_prefill_tokens, num_sequences, num_kv_rows))
+        predicted = (
+            max(0.0, first)
+            + max(0.0, second) * features[1]
+            + max(0.0, third) * features[2]
+            + max(0.0, fourth) * features[3]
+        )
+        error = abs(seconds - predicted)
         if self.is_fitted:
             limit = _OUTLIER_ERRORS * self._mean_error + 0.05 * self._mean_seconds
             residual = max(-limit, min(limit, residual))
             error = min(error, 2 * limit)
         self._remember(error, seconds)
         self._update(features, residual)
-        first, second, third, fourth = self._weights
-        self._formula = StepTimeFormula(
-            max(0.0, first),
-            max(0.0, second / _PREFILL_SCALE),
-            max(0.0, third / _SEQUENCE_SCALE),
-            max(0.0, fourth / _ROW_SCALE),
-        )
+        self._formula = None
 
     def _remember(self, error: float, seconds: float) -> None:
         weight = max(_ERROR_WEIGHT, 1.0 / (self.num_steps + 1))

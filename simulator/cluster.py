@@ -31,12 +31,17 @@ _NEVER = float("inf")
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Let Python look for cycles of garbage less often: most of what a simulation makes has none."""
+    """Let Python look for cycles of garbage less often, and not in what was there before.
+
+    Most of what a simulation makes has none.
+    """
     before = gc.get_threshold()
-    gc.set_threshold(100_000, 20, 100)
+    gc.set_threshold(200_000, 50, 100)
+    gc.freeze()
     try:
         yield
     finally:
+        gc.unfreeze()
         gc.set_threshold(*before)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.backends.simulated.tokens import TokenStreams, drawn_tokens, mix
 from headrace.interfaces import Clock
 from headrace.step_time import StepTime
 from headrace.types import (
@@ -28,9 +29,6 @@ from headrace.types import (
     TokenMasks,
 )
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
-_FACTORS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1}
 
 
@@ -73,6 +71,7 @@ class SimulatedRunner:
         self._set: Callable[[float], None] | None = getattr(clock, "set", None)
         self.can_repeat = self._set is not None
         self._busy_until = float("-inf")
+        self._streams = TokenStreams(vocab_size)
         self._drawn = np.empty(0, np.int32)  # [R] of the step launched last
 
     def kv_groups(self) -> Sequence[KVGroupSpec]:
@@ -136,9 +135,9 @@ class SimulatedRunner:
         assert self._set is not None, "only virtual time can be run through"
         self._set(times[-1])
         self._busy_until = times[-1]
-        steps = np.arange(len(times), dtype=np.int64)[:, None]
-        contexts = (batch.positions[None, :] + steps).astype(np.uint64)
-        return RunResult(_tokens(contexts, batch.seeds, self.vocab_size), times)
+        draw, count = self._streams.tokens, len(times)
+        rows = zip(batch.seeds, batch.positions, strict=True)
+        return RunResult([draw(seed, position, count) for seed, position in rows], times)
 
     def _with_drawn(self, batch: ForwardBatch) -> ForwardBatch:
         """Put in the tokens that the step before drew where the batch names its rows."""
@@ -217,30 +216,12 @@ class SimulatedStep:
         return self._result
 
 
-def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return well-spread 64-bit numbers, equal for equal inputs (splitmix64, Steele et al. 2014)."""
-    mixed = values + _GOLDEN
-    mixed ^= mixed >> _SHIFTS[0]
-    mixed *= _FACTORS[0]
-    mixed ^= mixed >> _SHIFTS[1]
-    mixed *= _FACTORS[1]
-    mixed ^= mixed >> _SHIFTS[2]
-    return mixed
-
-
-def _tokens(
-    contexts: NDArray[np.uint64], seeds: NDArray[np.uint64], vocab_size: int
-) -> NDArray[np.int32]:
-    """Return made-up tokens for contexts [..., R] and seeds [R], which are 0 for greedy rows."""
-    return (mix(contexts ^ mix(seeds)) % np.uint64(vocab_size)).astype(np.int32)
-
-
 def _draw(contexts: NDArray[np.uint64], sampling: SamplingBatch, vocab_size: int) -> StepResult:
     """Return a made-up token per row; what a bias of -inf forbids is not drawn."""
     seeds = np.where(
         sampling.temperature > 0, sampling.seeds, np.uint64(0)
     )  # greedy rows ignore theirs
-    drawn = _tokens(contexts, seeds, vocab_size)
+    drawn = drawn_tokens(contexts, seeds, vocab_size)
     for row in np.flatnonzero(np.diff(sampling.bias_starts)):
         start, end = sampling.bias_starts[row], sampling.bias_starts[row + 1]
         forbidden = sampling.bias_ids[start:end][np.isneginf(sampling.bias_values[start:end])]

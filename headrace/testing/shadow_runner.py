@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backends.simulated.runner import SimulatedRunner, mix
+from headrace.backends.simulated.runner import SimulatedRunner
+from headrace.backends.simulated.tokens import mix
 from headrace.types import ForwardBatch
 
 _UNWRITTEN = 0xDEADBEEF

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from array import array
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -77,15 +79,15 @@ class RunBatch:
     num_sequences: int
     num_kv_rows: int
     """Rows of keys and values that attention reads."""
-    seeds: NDArray[np.uint64]  # [R], 0 for greedy rows
-    positions: NDArray[np.int64]  # [R], of the token to draw
+    seeds: list[int]  # [R], 0 for greedy rows
+    positions: list[int]  # [R], of the token to draw
 
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
     """What several steps in a row gave, each fed with the tokens of the one before."""
 
-    token_ids: NDArray[np.int32]  # [k, R], drawn
+    token_ids: list[array[int]]  # [R] times [k] drawn, of typecode I
     times: list[float]  # [k], when each step's result was in, on the engine's clock
 
 

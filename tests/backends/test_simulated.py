@@ -153,8 +153,8 @@ def repeated_decodes(num_sequences: int, num_computed: int) -> RunBatch:
         num_prefill_tokens=0,
         num_sequences=num_sequences,
         num_kv_rows=int(batch.kv_lens[0].sum()),
-        seeds=seeds,
-        positions=batch.sampling.positions,
+        seeds=seeds.tolist(),
+        positions=batch.sampling.positions.tolist(),
     )
 
 
@@ -172,7 +172,7 @@ def test_repeated_steps_are_those_one_by_one() -> None:
     assert other.can_repeat
     batch = repeated_decodes(2, 20)
     run = other.repeat(batch, 6, float("inf"))
-    assert (run.token_ids.tolist(), run.times) == (tokens, times)
+    assert ([list(step) for step in zip(*run.token_ids, strict=True)], run.times) == (tokens, times)
     early = cast(RepeatingRunner, make_runner(FakeClock(1.0), formula))
     assert early.repeat(batch, 6, times[2]).times == times[:3]
     assert len(early.repeat(repeated_decodes(2, 23), 6, 0.0).times) == 1
