@@ -20,7 +20,7 @@ from typing import Any
 _TICK_SECONDS = 0.02
 _IDLE_TICKS = 100
 _COLLECTION_SECONDS_MAX = 1.0
-"""So much garbage collection is not held against one call; what collects without end is cut off all the same."""
+"""So much garbage collection is not held against one call; what collects without end is cut off."""
 _CALLER, _WATCHDOG = "caller", "watchdog"
 
 
@@ -59,15 +59,12 @@ class _InsistentTimeout(PolicyTimeout):
 class _Call:
     """One call under way. `owner` holds who may end it: the caller, or the watchdog while it fires."""
 
-    __slots__ = (
-        "collecting_since", "deadline", "is_reported", "latest", "num_fired", "owner", "seconds"
-    )  # fmt: skip
+    __slots__ = ("deadline", "is_reported", "latest", "num_fired", "owner", "seconds")
 
     def __init__(self, deadline: float, seconds: float) -> None:
         self.deadline = deadline
         self.latest = deadline + _COLLECTION_SECONDS_MAX
         self.seconds = seconds
-        self.collecting_since: float | None = None
         self.num_fired = 0
         self.is_reported = False
         self.owner: dict[str, str] = {}
@@ -118,37 +115,22 @@ class Watchdog:
                 self._is_asleep = False
                 threading.Thread(target=self._watch, name="policy watchdog", daemon=True).start()
 
-    def _note_collection(self, phase: str, _: object) -> None:
-        """Give a call back the time that the collector took: the garbage is the whole process's.
-
-        Called by the collector in the thread that it interrupts. Nothing is raised meanwhile: the
-        exception would arrive in some collector's callback, where it is printed and lost.
-        """
-        call = self._calls.get(threading.get_ident())
-        if call is None:
-            return
-        now = time.perf_counter()
-        if phase == "start":
-            call.collecting_since = now
-        elif call.collecting_since is not None:
-            call.deadline = min(call.deadline + now - call.collecting_since, call.latest)
-            call.collecting_since = None
-
     # --- in the watchdog's thread -----------------------------------------------
 
     def _watch(self) -> None:
         num_idle = 0
-        note_collection = self._note_collection
-        gc.callbacks.append(note_collection)
-        try:
-            while num_idle < _IDLE_TICKS or not self._may_end():
-                time.sleep(_TICK_SECONDS)
-                under_way = list(self._calls.items())
-                num_idle = 0 if under_way else num_idle + 1
-                for thread_id, call in under_way:
-                    self._look_after(thread_id, call, time.perf_counter())
-        finally:
-            gc.callbacks.remove(note_collection)
+        num_collections = _num_full_collections()
+        while num_idle < _IDLE_TICKS or not self._may_end():
+            start = time.perf_counter()
+            time.sleep(_TICK_SECONDS)
+            before, num_collections = num_collections, _num_full_collections()
+            lost = time.perf_counter() - start - _TICK_SECONDS
+            under_way = list(self._calls.items())
+            num_idle = 0 if under_way else num_idle + 1
+            for thread_id, call in under_way:
+                if num_collections != before:  # they are the whole process's and stop everybody
+                    call.deadline = min(call.deadline + lost, call.latest)
+                self._look_after(thread_id, call, time.perf_counter())
 
     def _may_end(self) -> bool:
         """Whether this thread can end: a call that came meanwhile has started another one, or none came."""
@@ -163,7 +145,7 @@ class Watchdog:
 
     def _look_after(self, thread_id: int, call: _Call, now: float) -> None:
         late = now - call.deadline
-        if late < 0 or (call.collecting_since is not None and now < call.latest):
+        if late < 0:
             return
         if late > self.stuck_after_seconds and self.on_stuck is not None and not call.is_reported:
             call.is_reported = True
@@ -178,6 +160,11 @@ class Watchdog:
         kind = PolicyTimeout if call.num_fired == 1 else _InsistentTimeout
         _raise_in(thread_id, kind)
         del call.owner["owner"]
+
+
+def _num_full_collections() -> int:
+    """Return how often all garbage was collected, which takes as long as the process is large."""
+    return int(gc.get_stats()[-1]["collections"])
 
 
 def _raise_in(thread_id: int, kind: type[BaseException]) -> None:
