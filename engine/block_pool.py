@@ -27,8 +27,8 @@ class Block:
     ref_count: int = 0
     digest: bytes | None = None
     parent: ParentKey = b""
-    token_ids: Sequence[int] = ()
-    """Of one type in a pool: what is compared with it is of that type too."""
+    tokens: bytes = b""
+    """As an array of typecode I has them in memory, which is compared in no time."""
     serial: int = -1
     """Unique to this publication: children name it, so a chain is verified link by link."""
     tenant: str = ""
@@ -56,6 +56,7 @@ class BlockPool:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._by_digest: dict[bytes, Block] = {}
         self._next_serial = 0
+        self._num_forgotten = 0
 
     @property
     def num_blocks(self) -> int:
@@ -73,6 +74,11 @@ class BlockPool:
     def num_publications(self) -> int:
         """How often a block has become findable."""
         return self._next_serial
+
+    @property
+    def num_changes(self) -> int:
+        """How often a block has become findable, or has ceased to be: while equal, lookups give the same."""
+        return self._next_serial + self._num_forgotten
 
     def block(self, block_id: int) -> Block:
         return self._blocks[block_id]
@@ -92,11 +98,13 @@ class BlockPool:
         if count > self.num_free:
             return None
         self._follow_policy()
+        blocks, first_free = self._blocks, self._first_free
         block_ids = []
         for _ in range(count):
-            block_id = self._first_free()
-            block = self._blocks[block_id]
-            self._forget(block)
+            block_id = first_free()
+            block = blocks[block_id]
+            if block.digest is not None:
+                self._forget(block)
             block.ref_count = 1
             block_ids.append(block_id)
         return block_ids
@@ -111,11 +119,14 @@ class BlockPool:
 
     def hit(self, block_ids: Iterable[int]) -> None:
         """Add a holder who found these blocks by what they hold."""
-        blocks = self._blocks
+        blocks, free, keyed = self._blocks, self._free, self._keyed
         for block_id in block_ids:
             block = blocks[block_id]
             if block.ref_count == 0:
-                self._leave(block_id)
+                if keyed is None:
+                    del free[block_id]
+                else:
+                    self._leave(block_id)
             block.ref_count += 1
             block.hits += 1
 
@@ -124,40 +135,41 @@ class BlockPool:
         blocks, free, now, keyed = self._blocks, self._free, self.now, self._keyed
         for block_id in block_ids:
             block = blocks[block_id]
-            assert block.ref_count > 0, f"block {block_id} was released more often than taken"
-            block.ref_count -= 1
-            if block.ref_count == 0:
-                block.last_used = now
-                if block.digest is None:
-                    free[block_id] = None
-                    free.move_to_end(block_id, last=False)
-                elif keyed is None:
-                    free[block_id] = None  # it was not there, so it is the last now
-                else:
-                    keyed.add(block_id, now)
+            num_left = block.ref_count = block.ref_count - 1
+            if num_left:
+                assert num_left > 0, f"block {block_id} was released more often than taken"
+                continue
+            block.last_used = now
+            if block.digest is None:
+                free[block_id] = None
+                free.move_to_end(block_id, last=False)
+            elif keyed is None:
+                free[block_id] = None  # it was not there, so it is the last now
+            else:
+                keyed.add(block_id, now)
 
-    def lookup(self, digest: bytes, parent: ParentKey, token_ids: Sequence[int]) -> Block | None:
+    def lookup(self, digest: bytes, parent: ParentKey, tokens: bytes) -> Block | None:
         """Return the block published under `digest` if it really follows `parent` with these tokens."""
         block = self._by_digest.get(digest)
-        if block is None or block.parent != parent or block.token_ids != token_ids:
+        if block is None or block.parent != parent or block.tokens != tokens:
             return None
         return block
 
     def find_chain(
-        self, digests: Sequence[bytes], parent: ParentKey, token_ids: Sequence[int], block_size: int
+        self, digests: Sequence[bytes], parent: ParentKey, tokens: bytes
     ) -> tuple[list[int], list[int]]:
         """Return the ids and serials of the blocks that `lookup` finds one behind the other.
 
-        `token_ids` has the tokens of all these digests' blocks.
+        `tokens` has those of all these digests' blocks.
         """
         get = self._by_digest.get
         block_ids: list[int] = []
         serials: list[int] = []
-        start = 0
+        start, size = 0, len(tokens) // len(digests)
         for digest in digests:
             block = get(digest)
-            end = start + block_size
-            if block is None or block.parent != parent or block.token_ids != token_ids[start:end]:
+            end = start + size
+            if block is None or block.parent != parent or block.tokens != tokens[start:end]:
                 break
             block_ids.append(block.id)
             parent = block.serial
@@ -175,9 +187,7 @@ class BlockPool:
             place for place, pair in enumerate(zip(now, serials, strict=True)) if pair[0] != pair[1]
         )
 
-    def publish(
-        self, block_id: int, digest: bytes, parent: ParentKey, token_ids: Sequence[int]
-    ) -> int:
+    def publish(self, block_id: int, digest: bytes, parent: ParentKey, tokens: bytes) -> int:
         """Make a full block findable and return the serial that its children name as parent.
 
         Where the same contents are published already, that block stays the one to be found. Where
@@ -185,13 +195,13 @@ class BlockPool:
         """
         known = self._by_digest.get(digest)
         if known is not None:
-            if known.parent == parent and known.token_ids == token_ids:
+            if known.parent == parent and known.tokens == tokens:
                 return known.serial
             self._forget(known)
         block = self._blocks[block_id]
         assert block.ref_count > 0, f"block {block_id} is published without a holder"
         self._forget(block)
-        block.digest, block.parent, block.token_ids = digest, parent, token_ids
+        block.digest, block.parent, block.tokens = digest, parent, tokens
         block.serial = self._next_serial
         self._next_serial += 1
         self._by_digest[digest] = block
@@ -218,8 +228,9 @@ class BlockPool:
 
     def _forget(self, block: Block) -> None:
         if block.digest is not None:
+            self._num_forgotten += 1
             del self._by_digest[block.digest]
-            block.digest, block.parent, block.token_ids, block.serial = None, b"", (), -1
+            block.digest, block.parent, block.tokens, block.serial = None, b"", b"", -1
             num_left = self._tenant_blocks[block.tenant] - 1
             if num_left:
                 self._tenant_blocks[block.tenant] = num_left

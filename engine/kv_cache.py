@@ -6,12 +6,11 @@ so that what a half-computed request leaves behind is either right or not findab
 
 from __future__ import annotations
 
-from array import array
-
 from headrace import prefix_hash
 from headrace.engine.block_pool import BlockPool, ParentKey
 from headrace.engine.sequence import Sequence
 from headrace.interfaces import EvictionPolicy
+from headrace.prefix_hash import packed_block_digest
 
 
 class KVCache:
@@ -46,6 +45,9 @@ class KVCache:
         if not self._reads_cache(sequence):
             return []
         hits, serials = sequence.found_blocks, sequence.found_serials
+        if sequence.found_at == (self.pool.num_changes, sequence.num_tokens):
+            return hits
+        sequence.found_at = (self.pool.num_changes, sequence.num_tokens)
         num_intact = self.pool.num_intact(hits, serials)
         del hits[num_intact:], serials[num_intact:]
         parent: ParentKey = serials[-1] if serials else self._root(sequence)
@@ -53,15 +55,16 @@ class KVCache:
         digests = sequence.block_digests or self._begin_digests(sequence)
         most = (sequence.num_tokens - 1) // size
         known = digests[num_intact:most]
+        end = num_intact + len(known)
         if known:
-            tokens = sequence.token_ids[num_intact * size : most * size]
-            found, their_serials = self.pool.find_chain(known, parent, tokens, size)
+            tokens = sequence.token_ids[num_intact * size : end * size].tobytes()
+            found, their_serials = self.pool.find_chain(known, parent, tokens)
             hits += found
             serials += their_serials
             if len(found) < len(known):
                 return hits
             parent = serials[-1]
-        for index in range(num_intact + len(known), most):
+        for index in range(end, most):
             digest = self._digest(sequence, index)
             block = self.pool.lookup(digest, parent, self._tokens(sequence, index))
             if block is None:
@@ -110,19 +113,16 @@ class KVCache:
 
     def publish(self, sequence: Sequence) -> None:
         """Make the full blocks that are computed findable for others."""
-        if not self._prefix_caching:
+        num_full = sequence.num_computed_tokens // self.block_size
+        if not self._prefix_caching or num_full <= sequence.num_published:
             return
-        while (sequence.num_published + 1) * self.block_size <= sequence.num_computed_tokens:
-            index = sequence.num_published
-            request = sequence.family.request
-            self.pool.describe(sequence.block_ids[index], request.tenant, request.priority, index)
-            sequence.parent = self.pool.publish(
-                sequence.block_ids[index],
-                self._digest(sequence, index),
-                sequence.parent,
-                self._tokens(sequence, index),
-            )
-            sequence.num_published += 1
+        pool, request = self.pool, sequence.family.request
+        for index in range(sequence.num_published, num_full):
+            block_id = sequence.block_ids[index]
+            pool.describe(block_id, request.tenant, request.priority, index)
+            digest, tokens = self._digest(sequence, index), self._tokens(sequence, index)
+            sequence.parent = pool.publish(block_id, digest, sequence.parent, tokens)
+        sequence.num_published = num_full
 
     def try_fork(self, source: Sequence, target: Sequence) -> list[tuple[int, int]] | None:
         """Let `target` go on from what `source` has computed.
@@ -174,9 +174,9 @@ class KVCache:
             )
         return sequence.root_digest
 
-    def _tokens(self, sequence: Sequence, index: int) -> array[int]:
+    def _tokens(self, sequence: Sequence, index: int) -> bytes:
         start = index * self.block_size
-        return sequence.token_ids[start : start + self.block_size]
+        return sequence.token_ids[start : start + self.block_size].tobytes()
 
     def _given_digests(self, sequence: Sequence) -> tuple[bytes, ...]:
         """Return the digests of the prompt's blocks where the gateway has computed all of them."""
@@ -192,5 +192,5 @@ class KVCache:
         digests = sequence.block_digests or self._begin_digests(sequence)
         while len(digests) <= index:
             parent = digests[-1] if digests else self._root(sequence)
-            digests.append(prefix_hash.block_digest(parent, self._tokens(sequence, len(digests))))
+            digests.append(packed_block_digest(parent, self._tokens(sequence, len(digests))))
         return digests[index]

@@ -13,13 +13,12 @@ from headrace.engine.batch import BatchPlan
 from headrace.engine.chunks import decodes
 from headrace.engine.kv_cache import KVCache
 from headrace.engine.scheduler import Scheduler
-from headrace.engine.sequence import Sequence
 from headrace.types import RunBatch
 
 MAX_STEPS = 4096
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PlannedRun:
     """A step that virtual time can run through, and how many like it can follow."""
 

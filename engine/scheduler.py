@@ -239,11 +239,13 @@ class Scheduler:
         chosen = self.policy.choose_victim(views, self._refresh_view())
         return next(sequence for sequence in candidates if sequence.view is chosen)
 
-    def _refresh_view(self) -> SchedulerView:
+    def _refresh_view(self, num_prefilling: int | None = None) -> SchedulerView:
         view = self._view
+        if num_prefilling is None:
+            num_prefilling = len(self.running) - sum(map(decodes, self.running))
         set_fact(view, "num_free_blocks", self.kv_cache.pool.num_free)
-        set_fact(view, "prefilling", sum(not decodes(sequence) for sequence in self.running))
-        set_fact(view, "decoding", len(self.running) - view.prefilling)
+        set_fact(view, "prefilling", num_prefilling)
+        set_fact(view, "decoding", len(self.running) - num_prefilling)
         return view
 
     # --- from waiting to running ------------------------------------------------
@@ -324,7 +326,7 @@ class Scheduler:
         prefilling = [sequence for sequence in self.running if not decodes(sequence)]
         if not prefilling:
             return
-        budget = self._prefill_budget(plan, now)
+        budget = self._prefill_budget(plan, len(prefilling), now)
         score_rows = self._max_score_rows
         for sequence in in_turn(prefilling, budget):
             if budget <= 0:
@@ -339,12 +341,12 @@ class Scheduler:
                 if sequence.start_time is None:
                     sequence.start_time = now
 
-    def _prefill_budget(self, plan: BatchPlan, now: float) -> int:
+    def _prefill_budget(self, plan: BatchPlan, num_prefilling: int, now: float) -> int:
         """Return the prompt tokens of this step: the policy's wish, within budget and TPOT targets.
 
         With targets a block's worth is the least, and without decodes too, so that prompts progress.
         """
-        view = self._refresh_view()
+        view = self._refresh_view(num_prefilling)
         set_fact(view, "now", now)
         set_fact(view, "token_budget", self._max_batched_tokens - plan.num_decodes)
         least = min(self.kv_cache.block_size, view.token_budget)

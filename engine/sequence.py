@@ -89,6 +89,8 @@ class Sequence:
     found_blocks: list[int] = field(default_factory=list)
     """What the last look into the prefix cache found, and each block's serial then."""
     found_serials: list[int] = field(default_factory=list)
+    found_at: tuple[int, int] = (-1, 0)
+    """How often the cache had changed by then, and how many tokens there were."""
     decode_entry: PlannedSequence | None = None
     """What a step of it looks like once the prompt is computed, kept for the next one."""
     start_time: float | None = None

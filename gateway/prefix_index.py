@@ -2,8 +2,8 @@
 
 What was sent is known here and at once; what a replica still has cached is not, and need not be: a prefix
 that it has evicted is cold everywhere, and coming back to the same place makes it warm again. The size is
-bounded by a hard limit of entries, least recently used first; use is noted once half of the room is taken.
-A chain's end goes before its beginning, because a beginning without its end still matches.
+bounded by a hard limit of entries, least recently used first; use is noted once three quarters of them are
+taken. A chain's end goes before its beginning, because a beginning without its end still matches.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PrefixIndex:
         bit = 1 << self._bit(replica_id)
         entries = self._entries
         get, move_to_end = entries.get, entries.move_to_end
-        is_roomy = not self._has_dropped and 2 * len(entries) <= self._max_entries
+        is_roomy = not self._has_dropped and 4 * len(entries) <= 3 * self._max_entries
         depth = num_matched = min(len(hashes), MAX_BLOCKS)
         for digest in reversed(hashes[:MAX_BLOCKS]):
             depth -= 1

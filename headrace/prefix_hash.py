@@ -54,7 +54,11 @@ def block_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """Return the digest of one full block that follows `parent`. [32 bytes]"""
     if not (isinstance(token_ids, array) and token_ids.typecode == "I"):
         token_ids = array("I", token_ids)
-    tokens = token_ids.tobytes()
+    return packed_block_digest(parent, token_ids.tobytes())
+
+
+def packed_block_digest(parent: bytes, tokens: bytes) -> bytes:
+    """Return what `block_digest` does for tokens as an array of typecode I has them in memory."""
     length = len(tokens).to_bytes(8, "little")
     data = b"".join((_PARENT_HEAD, parent, b"t", length, tokens))
     return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()

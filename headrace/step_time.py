@@ -60,12 +60,10 @@ class StepTimeModel:
     """The formula fitted to the steps seen so far."""
 
     def __init__(self) -> None:
-        size = 4
-        self._weights = [0.0] * size
-        self._covariance = [
-            [_PRIOR_VARIANCE if row == column else 0.0 for column in range(size)]
-            for row in range(size)
-        ]
+        self._weights = [0.0] * 4
+        v = _PRIOR_VARIANCE
+        self._covariance = (v, 0.0, 0.0, 0.0, v, 0.0, 0.0, v, 0.0, v)
+        """Of a symmetric matrix, row by row from the diagonal on."""
         self._mean_error = 0.0
         self._mean_seconds = 0.0
         self.num_steps = 0
@@ -148,8 +146,7 @@ class StepTimeModel:
     def _update(self, features: list[float], residual: float) -> None:
         """Take one step into the symmetric covariance; written out, because it runs beside every step."""
         a, b, c, d = features
-        rows = self._covariance
-        (p, q, r, s), (_, t, u, v), (_, _, w, x), (_, _, _, y) = rows
+        p, q, r, s, t, u, v, w, x, y = self._covariance
         at_a = p * a + q * b + r * c + s * d
         at_b = q * a + t * b + u * c + v * d
         at_c = r * a + u * b + w * c + x * d
@@ -168,4 +165,4 @@ class StepTimeModel:
             f = 1 / _FORGETTING
             p, q, r, s, t = p * f, q * f, r * f, s * f, t * f
             u, v, w, x, y = u * f, v * f, w * f, x * f, y * f
-        self._covariance = [[p, q, r, s], [q, t, u, v], [r, u, w, x], [s, v, x, y]]
+        self._covariance = (p, q, r, s, t, u, v, w, x, y)

@@ -18,7 +18,7 @@ from headrace.types import EngineStats, GenerationRequest, ModelCard, Progress
 _ROUNDING = 1.0 - 1e-9
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class News:
     """What became of a request: its first token, its end, or both at once."""
 

@@ -7,6 +7,7 @@ advanced (headrace.testing.FakeClock) a step takes virtual time; on a real one i
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backends.simulated.tokens import TokenStreams, drawn_tokens, mix
+from headrace.backends.simulated.tokens import MadeUpTokens, mix
 from headrace.interfaces import Clock
 from headrace.step_time import StepTime
 from headrace.types import (
@@ -71,7 +72,7 @@ class SimulatedRunner:
         self._set: Callable[[float], None] | None = getattr(clock, "set", None)
         self.can_repeat = self._set is not None
         self._busy_until = float("-inf")
-        self._streams = TokenStreams(vocab_size)
+        self._tokens = MadeUpTokens(vocab_size)
         self._drawn = np.empty(0, np.int32)  # [R] of the step launched last
 
     def kv_groups(self) -> Sequence[KVGroupSpec]:
@@ -105,7 +106,7 @@ class SimulatedRunner:
         waits = self._busy_until > now
         self._busy_until = (self._busy_until if waits else now) + seconds
         known = self._with_drawn(batch)
-        result = _draw(self.contexts(known), known.sampling, self.vocab_size)
+        result = _draw(self.contexts(known), known.sampling, self._tokens, self.vocab_size)
         self._drawn = result.token_ids
         return SimulatedStep(self, result, seconds, self._busy_until)
 
@@ -121,21 +122,21 @@ class SimulatedRunner:
         if first > 0 and until < now + max_steps * first:  # no later step is shorter
             max_steps = max(1, min(max_steps, int((until - now) / first) + 2))
         rows = batch.num_kv_rows + batch.num_sequences * np.arange(max_steps, dtype=np.int64)
-        ends = np.empty(max_steps + 1)
-        ends[0] = now
-        ends[1:] = self._device.step_time.seconds(
+        ends: NDArray[np.float64] = self._device.step_time.seconds(
             batch.num_prefill_tokens, batch.num_sequences, rows
         )
+        ends[0] += now
         np.add.accumulate(ends, out=ends)  # in the order in which single steps add up
-        num_steps = max(1, int(np.searchsorted(ends[:-1], until)))
-        return self._repeated(batch, ends[1 : num_steps + 1].tolist())
+        times: list[float] = ends.tolist()
+        num_steps = 1 + bisect_left(times, until, 0, max_steps - 1) if now < until else 1
+        return self._repeated(batch, times[:num_steps])
 
     def _repeated(self, batch: RunBatch, times: list[float]) -> RunResult:
         """Let the time pass until the last of these steps is done, and draw their tokens."""
         assert self._set is not None, "only virtual time can be run through"
         self._set(times[-1])
         self._busy_until = times[-1]
-        draw, count = self._streams.tokens, len(times)
+        draw, count = self._tokens.in_a_row, len(times)
         rows = zip(batch.seeds, batch.positions, strict=True)
         return RunResult([draw(seed, position, count) for seed, position in rows], times)
 
@@ -216,12 +217,14 @@ class SimulatedStep:
         return self._result
 
 
-def _draw(contexts: NDArray[np.uint64], sampling: SamplingBatch, vocab_size: int) -> StepResult:
+def _draw(
+    contexts: NDArray[np.uint64], sampling: SamplingBatch, tokens: MadeUpTokens, vocab_size: int
+) -> StepResult:
     """Return a made-up token per row; what a bias of -inf forbids is not drawn."""
     seeds = np.where(
         sampling.temperature > 0, sampling.seeds, np.uint64(0)
     )  # greedy rows ignore theirs
-    drawn = drawn_tokens(contexts, seeds, vocab_size)
+    drawn = tokens.drawn(contexts, seeds)
     for row in np.flatnonzero(np.diff(sampling.bias_starts)):
         start, end = sampling.bias_starts[row], sampling.bias_starts[row + 1]
         forbidden = sampling.bias_ids[start:end][np.isneginf(sampling.bias_values[start:end])]

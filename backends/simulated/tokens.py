@@ -1,7 +1,12 @@
-"""Made-up tokens: numbers that depend on seed and position only, so that a simulated run repeats exactly."""
+"""Made-up tokens: numbers that depend on seed and position only, so that a simulated run repeats exactly.
+
+A seed says where in one fixed table of well-spread numbers its tokens begin, so that a run of a thousand
+tokens is one slice.
+"""
 
 from __future__ import annotations
 
+import functools
 from array import array
 
 import numpy as np
@@ -10,8 +15,9 @@ from numpy.typing import NDArray
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
 _FACTORS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
-_STRETCH = 512
-_MAX_KEPT = 4096
+_TABLE_BITS = 16
+_PLACES = (1 << _TABLE_BITS) - 1
+_SEED_SHIFT = 64 - _TABLE_BITS
 
 
 def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -25,36 +31,32 @@ def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return mixed
 
 
-def drawn_tokens(
-    contexts: NDArray[np.uint64], seeds: NDArray[np.uint64], vocab_size: int
-) -> NDArray[np.int32]:
-    """Return made-up tokens for contexts [R] and seeds [R], which are 0 for greedy rows."""
-    return (mix(contexts ^ mix(seeds)) % np.uint64(vocab_size)).astype(np.int32)
-
-
-class TokenStreams:
-    """The tokens that seeds draw at one position after the other, made a stretch at a time."""
+class MadeUpTokens:
+    """What seeds draw at positions, for one size of vocabulary, which is below 2**32."""
 
     def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
-        self._kept: dict[tuple[int, int], array[int]] = {}
+        self._table = _table(vocab_size)
+        self._stretch = array("I", self._table.tobytes())
 
-    def tokens(self, seed: int, first: int, count: int) -> array[int]:
-        """Return the tokens at `count` positions from `first` on, of typecode I."""
-        number, start = divmod(first, _STRETCH)
-        tokens = self._stretch(seed, number)[start : start + count]
-        while len(tokens) < count:
-            number += 1
-            tokens += self._stretch(seed, number)[: count - len(tokens)]
+    def drawn(self, contexts: NDArray[np.uint64], seeds: NDArray[np.uint64]) -> NDArray[np.int32]:
+        """Return the tokens at contexts [R], mostly positions, of seeds [R], which are 0 for greedy rows."""
+        starts = (seeds * _GOLDEN) >> np.uint64(_SEED_SHIFT)
+        tokens: NDArray[np.int32] = self._table[(contexts + starts) & np.uint64(_PLACES)].view(
+            np.int32
+        )
         return tokens
 
-    def _stretch(self, seed: int, number: int) -> array[int]:
-        kept = self._kept.get((seed, number))
-        if kept is not None:
-            return kept
-        if len(self._kept) >= _MAX_KEPT:
-            self._kept.clear()
-        positions = np.arange(number * _STRETCH, (number + 1) * _STRETCH, dtype=np.uint64)
-        drawn = drawn_tokens(positions, np.array([seed], np.uint64), self._vocab_size)
-        made = self._kept[seed, number] = array("I", drawn.astype(np.uint32).tobytes())
-        return made
+    def in_a_row(self, seed: int, first: int, count: int) -> array[int]:
+        """Return what `drawn` says of `count` positions from `first` on, of typecode I."""
+        start = ((seed * int(_GOLDEN)) % 2**64 >> _SEED_SHIFT) + first & _PLACES
+        tokens = self._stretch[start : start + count]
+        while len(tokens) < count:
+            tokens += self._stretch[: count - len(tokens)]
+        return tokens
+
+
+@functools.lru_cache(maxsize=8)
+def _table(vocab_size: int) -> NDArray[np.uint32]:
+    mixed = mix(np.arange(1 << _TABLE_BITS, dtype=np.uint64))
+    spread = ((mixed >> np.uint64(32)) * np.uint64(vocab_size)) >> np.uint64(32)
+    return spread.astype(np.uint32)

@@ -70,7 +70,7 @@ class StepResult:
     failed: NDArray[np.bool_]  # [R], the row's logits held NaN: its sequence cannot go on
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RunBatch:
     """What a step costs and whose tokens it draws: all that virtual time needs, for no row is stored."""
 
@@ -83,7 +83,7 @@ class RunBatch:
     positions: list[int]  # [R], of the token to draw
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RunResult:
     """What several steps in a row gave, each fed with the tokens of the one before."""
 

@@ -13,7 +13,7 @@ from headrace.engine.block_pool import BlockPool, ParentKey
 ROOT = b"root"
 
 
-def publish(pool: BlockPool, block_id: int, parent: ParentKey, tokens: tuple[int, ...]) -> int:
+def publish(pool: BlockPool, block_id: int, parent: ParentKey, tokens: bytes) -> int:
     return pool.publish(block_id, repr((parent, tokens)).encode(), parent, tokens)
 
 
@@ -34,8 +34,8 @@ def test_published_blocks_are_evicted_last_and_tails_before_heads() -> None:
     pool = BlockPool(6)
     first = pool.try_allocate(3)
     assert first == [0, 1, 2]
-    serial = publish(pool, 0, ROOT, (1,))
-    publish(pool, 1, serial, (2,))
+    serial = publish(pool, 0, ROOT, b"1")
+    publish(pool, 1, serial, b"2")
     pool.release(reversed(first))  # block 2 was never published
     assert pool.free_ids() == [2, 3, 4, 5, 1, 0]
 
@@ -43,18 +43,18 @@ def test_published_blocks_are_evicted_last_and_tails_before_heads() -> None:
 def test_allocation_forgets_what_the_block_held() -> None:
     pool = BlockPool(1)
     pool.try_allocate(1)
-    publish(pool, 0, ROOT, (1,))
+    publish(pool, 0, ROOT, b"1")
     pool.release([0])
-    assert pool.lookup(repr((ROOT, (1,))).encode(), ROOT, (1,)) is not None
+    assert pool.lookup(repr((ROOT, b"1")).encode(), ROOT, b"1") is not None
     pool.try_allocate(1)
-    assert pool.lookup(repr((ROOT, (1,))).encode(), ROOT, (1,)) is None
+    assert pool.lookup(repr((ROOT, b"1")).encode(), ROOT, b"1") is None
     assert pool.num_published == 0
 
 
 def test_a_shared_block_leaves_the_free_list_and_returns_with_its_last_holder() -> None:
     pool = BlockPool(3)
     pool.try_allocate(1)
-    publish(pool, 0, ROOT, (1,))
+    publish(pool, 0, ROOT, b"1")
     pool.release([0])
     pool.share([0])
     pool.share([0])
@@ -68,36 +68,36 @@ def test_a_shared_block_leaves_the_free_list_and_returns_with_its_last_holder() 
 def test_a_hit_needs_the_same_tokens_and_the_same_parent() -> None:
     pool = BlockPool(2)
     pool.try_allocate(2)
-    pool.publish(0, b"digest", ROOT, (1, 2))
-    assert pool.lookup(b"digest", ROOT, (1, 3)) is None
-    assert pool.lookup(b"digest", 7, (1, 2)) is None
-    found = pool.lookup(b"digest", ROOT, (1, 2))
+    pool.publish(0, b"digest", ROOT, b"12")
+    assert pool.lookup(b"digest", ROOT, b"13") is None
+    assert pool.lookup(b"digest", 7, b"12") is None
+    found = pool.lookup(b"digest", ROOT, b"12")
     assert found is not None and found.id == 0
 
 
 def test_equal_contents_keep_the_first_block_and_its_serial() -> None:
     pool = BlockPool(2)
     pool.try_allocate(2)
-    assert pool.publish(0, b"d", ROOT, (1,)) == pool.publish(1, b"d", ROOT, (1,))
+    assert pool.publish(0, b"d", ROOT, b"1") == pool.publish(1, b"d", ROOT, b"1")
     assert pool.block(1).digest is None
 
 
 def test_another_prefix_under_the_same_digest_replaces_the_older_one() -> None:
     pool = BlockPool(2)
     pool.try_allocate(2)
-    pool.publish(0, b"d", ROOT, (1,))
-    pool.publish(1, b"d", ROOT, (2,))
-    assert pool.lookup(b"d", ROOT, (1,)) is None
-    found = pool.lookup(b"d", ROOT, (2,))
+    pool.publish(0, b"d", ROOT, b"1")
+    pool.publish(1, b"d", ROOT, b"2")
+    assert pool.lookup(b"d", ROOT, b"1") is None
+    found = pool.lookup(b"d", ROOT, b"2")
     assert found is not None and found.id == 1
 
 
 def test_withdrawn_blocks_are_not_found() -> None:
     pool = BlockPool(1)
     pool.try_allocate(1)
-    pool.publish(0, b"d", ROOT, (1,))
+    pool.publish(0, b"d", ROOT, b"1")
     pool.withdraw([0])
-    assert pool.lookup(b"d", ROOT, (1,)) is None
+    assert pool.lookup(b"d", ROOT, b"1") is None
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -133,9 +133,11 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(token=st.integers(0, 2))
     def hit(self, token: int) -> None:
-        block = self.pool.lookup(repr((ROOT, (token,))).encode(), ROOT, (token,))
+        block = self.pool.lookup(
+            repr((ROOT, str(token).encode())).encode(), ROOT, str(token).encode()
+        )
         if block is not None:
-            assert block.token_ids == (token,)
+            assert block.tokens == str(token).encode()
             self.pool.share([block.id])
             self.chains.append([block.id])
 
@@ -143,7 +145,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data(), token=st.integers(0, 2))
     def publish(self, data: st.DataObject, token: int) -> None:
         chain = data.draw(st.sampled_from([chain for chain in self.chains if chain]))
-        publish(self.pool, data.draw(st.sampled_from(chain)), ROOT, (token,))
+        publish(self.pool, data.draw(st.sampled_from(chain)), ROOT, str(token).encode())
 
     @invariant()
     def counts_agree(self) -> None:
@@ -157,7 +159,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert len(published) == self.pool.num_published
         for block in published:
             assert block.digest is not None
-            assert self.pool.lookup(block.digest, block.parent, block.token_ids) is block
+            assert self.pool.lookup(block.digest, block.parent, block.tokens) is block
 
 
 TestPoolMachine = PoolMachine.TestCase

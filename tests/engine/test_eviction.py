@@ -49,17 +49,17 @@ def publish_one(pool: BlockPool, name: bytes, **facts: Any) -> int:
     [block_id] = pool.try_allocate(1) or [-1]
     described = {"tenant": "", "priority": 0, "depth": 0, **facts}
     pool.describe(block_id, **described)
-    pool.publish(block_id, name, ROOT, tuple(name))
+    pool.publish(block_id, name, ROOT, name)
     pool.release([block_id])
     return block_id
 
 
 def holds(pool: BlockPool, name: bytes) -> bool:
-    return pool.lookup(name, ROOT, tuple(name)) is not None
+    return pool.lookup(name, ROOT, name) is not None
 
 
 def use_again(pool: BlockPool, name: bytes) -> None:
-    block = pool.lookup(name, ROOT, tuple(name))
+    block = pool.lookup(name, ROOT, name)
     assert block is not None
     pool.hit([block.id])
     pool.release([block.id])
@@ -209,7 +209,7 @@ def test_blocks_are_neither_lost_nor_doubled(seed: int) -> None:
                 names += 1
                 name = names.to_bytes(2, "big")
                 pool.describe(block_id, choice.choice("ab"), choice.randint(-1, 1), 0)
-                pool.publish(block_id, name, ROOT, tuple(name))
+                pool.publish(block_id, name, ROOT, name)
         elif action < 0.7 and held:
             pool.release(held.pop(choice.randrange(len(held))))
         elif action < 0.8:

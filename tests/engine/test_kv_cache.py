@@ -51,6 +51,19 @@ def compute(cache: KVCache, sequence: Sequence, num_tokens: int | None = None) -
     cache.publish(sequence)
 
 
+def test_a_waiting_prompt_finds_what_was_published_since_its_last_look() -> None:
+    cache = make_cache()
+    tokens = list(range(1, 14))
+    waiting, running = make_sequence(tokens), make_sequence(tokens)
+    assert cache.cached_blocks(waiting) == []
+    compute(cache, running, 5)
+    assert cache.cached_blocks(waiting) == running.block_ids[:1]
+    compute(cache, running)
+    assert cache.cached_blocks(waiting) == running.block_ids[:3]
+    cache.withdraw(running)
+    assert cache.cached_blocks(waiting) == []
+
+
 @pytest.mark.parametrize(
     ("length", "cached"), [(1, 0), (3, 0), (4, 0), (5, 4), (8, 4), (9, 8), (12, 8), (13, 12)]
 )
