@@ -2,8 +2,10 @@
 
     python benchmarks/fidelity.py --model smollm2 --profile profile.json
 
-Measures the machine's step times first where the profile does not exist yet (a minute or two). The traces
-take about --seconds each. Nothing else should run on the machine.
+Measures the machine's step times first where the profile does not exist yet (a minute or two). A trace is
+replayed in slices, and the step times are measured again before and after each: a processor that clocks
+its vector units by what its neighbours do is a tenth faster in one minute than in the next, and what is
+asked here is whether the simulator is right about the machine as it was. Nothing else should run on it.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +23,11 @@ import anyio
 from headrace.cli.simulate import make_setup
 from headrace.config import load_config, parse_assignments
 from headrace.config.schema import replica_config
-from headrace.load import LoadPlan, LoadReport, PlannedRequest, ServiceLevel, run_load
-from headrace.load.profile import measure_profile
-from headrace.simulator.figures import figures
-from headrace.simulator.hardware import Hardware, from_profile
+from headrace.load import LoadPlan, LoadReport, PlannedRequest, run_load
+from headrace.load.profile import Sample, fit, measure_again, measure_profile
+from headrace.load.report import FRACTIONS, percentile
+from headrace.simulator.hardware import Hardware, from_document, from_profile
+from headrace.simulator.outcomes import Outcomes
 from headrace.simulator.prompts import PromptMaker
 from headrace.simulator.simulation import simulate
 from headrace.simulator.trace import HASH_BLOCK_TOKENS, Trace, TraceRequest, in_order
@@ -32,36 +36,40 @@ from headrace.testing.server import started_server
 _SHARED_TOKENS = 2 * HASH_BLOCK_TOKENS
 _WARM_UP_REQUESTS = 8
 _LOWEST_ID, _NUM_IDS = 100, 40_000
+_REPEATS = 3
+"""Rounds over all shapes of steps between two slices."""
+SHAPES = {
+    "chat": ((60, 0.8, 400), (40, 0.7, 160), 0),
+    "code": ((400, 0.5, 1200), (10, 0.6, 40), 0),
+    "shared": ((60, 0.6, 300), (24, 0.6, 96), 4),
+}
+"""Chats, completions of code, and questions behind shared beginnings: (median, spread, most) of prompt and
+output tokens, and how many beginnings."""
 _COLUMNS = (("ttft", "p50"), ("ttft", "p90"), ("tpot", "p50"), ("tpot", "p90"))
 
 
-def traces(hardware: Hardware, seconds: float, load: float, seed: int) -> Iterator[Trace]:
-    """Yield chats, completions of code, and questions behind shared beginnings.
-
-    Each keeps the server busy for about `load` of the time, by the profile's own step times.
-    """
-    shapes = {
-        "chat": ((60, 0.8, 400), (40, 0.7, 160), 0),
-        "code": ((400, 0.5, 1200), (10, 0.6, 40), 0),
-        "shared": ((60, 0.6, 300), (24, 0.6, 96), 4),
-    }
-    for name, (prompt, output, num_prefixes) in shapes.items():
-        rng = random.Random(f"{name} {seed}")
-        requests: list[TraceRequest] = []
-        busy = at = 0.0
-        while at < seconds:
-            own, num_output = _length(rng, *prompt), _length(rng, *output)
-            ids: tuple[int, ...] = ()
-            if num_prefixes:
-                first = 1000 * (1 + rng.randrange(num_prefixes))
-                ids = (first, first + 1, 100_000 + len(requests))
-            length = own + (_SHARED_TOKENS if num_prefixes else 0)
-            requests.append(TraceRequest(at, length, num_output, ids))
-            cost = hardware.step_time.seconds(own, 1, length)
-            cost += num_output * hardware.step_time.seconds(0, 4, 4 * length) / 4
-            busy += cost
-            at += rng.expovariate(1 / (cost / load))
-        yield in_order(name, requests)
+def make_trace(name: str, hardware: Hardware, seconds: float, load: float, seed: int) -> Trace:
+    """Return requests that keep a server busy for about `load` of the time, by the profile's step times."""
+    prompt, output, num_prefixes = SHAPES[name]
+    rng = random.Random(f"{name} {seed}")
+    requests: list[TraceRequest] = []
+    seen: set[int] = set()
+    at = 0.0
+    while at < seconds:
+        own, num_output = _length(rng, *prompt), _length(rng, *output)
+        ids: tuple[int, ...] = ()
+        num_new = length = own
+        if num_prefixes:
+            first = 1000 * (1 + rng.randrange(num_prefixes))
+            ids = (first, first + 1, 100_000 + len(requests))
+            length += _SHARED_TOKENS
+            num_new += 0 if first in seen else _SHARED_TOKENS
+            seen.add(first)
+        requests.append(TraceRequest(at, length, num_output, ids))
+        cost = hardware.step_time.seconds(num_new, 1, length)
+        cost += num_output * hardware.step_time.seconds(0, 4, 4 * length) / 4
+        at += rng.expovariate(1 / (cost / load))
+    return in_order(name, requests)
 
 
 def _length(rng: random.Random, median: float, sigma: float, most: int) -> int:
@@ -86,19 +94,45 @@ def replay(url: str, trace: Trace, block_size: int) -> LoadReport:
     return anyio.run(run)
 
 
-def compare(name: str, real: LoadReport, simulated: dict[str, Any]) -> dict[str, Any]:
+@dataclass(slots=True)
+class Latencies:
+    """TTFT and TPOT of a trace's requests, in seconds."""
+
+    ttft: list[float] = field(default_factory=list)
+    tpot: list[float] = field(default_factory=list)
+
+    def add_real(self, report: LoadReport) -> None:
+        assert not report.errors, f"a request failed: {report.errors[0]}"
+        self.ttft += report.seconds("ttft")
+        self.tpot += report.seconds("tpot")
+
+    def add_simulated(self, outcomes: Outcomes) -> None:
+        rows = zip(outcomes.trace.requests, outcomes.first_token_at, outcomes.end_at, strict=True)
+        for request, first, end in rows:
+            self.ttft.append(first - request.at)
+            if request.num_output_tokens > 1:
+                self.tpot.append((end - first) / (request.num_output_tokens - 1))
+
+
+def compare(name: str, real: Latencies, simulated: Latencies) -> dict[str, Any]:
     """Return the latencies of both, in seconds, and how far the simulated ones are off."""
-    row: dict[str, Any] = {"trace": name, "requests": len(real.outcomes)}
+    row: dict[str, Any] = {"trace": name, "requests": len(real.ttft)}
     for latency, column in _COLUMNS:
-        found = real.latency(latency)
-        assert found is not None, f"{name}: no request succeeded: {real.errors[:1]}"
-        said = simulated["latency_seconds"][latency][column]
-        row[f"{latency}_{column}"] = {
-            "real": found[column],
-            "simulated": said,
-            "error": said / found[column] - 1,
-        }
+        found, said = (
+            percentile(sorted(getattr(each, latency)), FRACTIONS[column])
+            for each in (real, simulated)
+        )
+        row[f"{latency}_{column}"] = {"real": found, "simulated": said, "error": said / found - 1}
     return row
+
+
+def between(profile: dict[str, Any], before: list[Sample], after: list[Sample]) -> Hardware:
+    """Return the device as it was between two measurements of its steps."""
+    samples = [
+        one | {"seconds": (one["seconds"] + other["seconds"]) / 2}
+        for one, other in zip(before, after, strict=True)
+    ]
+    return from_document(profile | {"samples": samples, "step_time": asdict(fit(samples))})
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -121,8 +155,9 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--profile", type=Path, default=Path("profile.json"))
-    parser.add_argument("--seconds", type=float, default=45.0, help="length of each trace")
-    parser.add_argument("--load", type=float, default=0.5, help="share of the time it is busy")
+    parser.add_argument("--seconds", type=float, default=90.0, help="length of each trace")
+    parser.add_argument("--slices", type=int, default=3)
+    parser.add_argument("--load", type=float, default=0.35, help="share of the time it is busy")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--set", action="append", default=[], help="any key, as for serve")
     parser.add_argument("--json", type=Path)
@@ -133,18 +168,25 @@ def main() -> None:
     arguments = parsed()
     settings = [f"models.0.source={arguments.model}", *arguments.set]
     flags = [word for setting in settings for word in ("--set", setting)]
+    data = replica_config(load_config(None, flags=parse_assignments(settings)).config, 0)
     if not arguments.profile.exists():
-        config = load_config(None, flags=parse_assignments(settings)).config
-        profile = measure_profile(replica_config(config, 0), serve_arguments=flags)
-        arguments.profile.write_text(json.dumps(profile, indent=1) + "\n")
+        measured = measure_profile(data, serve_arguments=flags)
+        arguments.profile.write_text(json.dumps(measured, indent=1) + "\n")
+    profile = json.loads(arguments.profile.read_text())
     hardware = from_profile(arguments.profile)
-    setup = make_setup(None, settings, hardware, 1)
     rows = []
-    for trace in traces(hardware, arguments.seconds, arguments.load, arguments.seed):
-        with started_server(flags) as server:
-            real = replay(server.url, trace, setup.settings.block_size)
-        level = ServiceLevel()
-        rows.append(compare(trace.name, real, figures(simulate(setup, trace), trace.name, level)))
+    now = measure_again(data, profile, _REPEATS)
+    for name in SHAPES:
+        real, simulated = Latencies(), Latencies()
+        for number in range(arguments.slices):
+            seconds, seed = arguments.seconds / arguments.slices, arguments.seed + number
+            trace = make_trace(name, hardware, seconds, arguments.load, seed)
+            with started_server(flags) as server:
+                real.add_real(replay(server.url, trace, profile["engine"]["block_size"]))
+            before, now = now, measure_again(data, profile, _REPEATS)
+            setup = make_setup(None, settings, between(profile, before, now), 1)
+            simulated.add_simulated(simulate(setup, trace))
+        rows.append(compare(name, real, simulated))
         print(table(rows[-1:]), flush=True)
     worst = max(abs(row[f"{a}_{b}"]["error"]) for row in rows for a, b in _COLUMNS)
     print(f"\n{table(rows)}\n\nlargest error: {worst:.1%}")

@@ -118,10 +118,11 @@ def from_profile(path: Path) -> Hardware:
         raise ConfigError(
             f"--profile {path}: its format is not {_FORMAT}; write one with: headrace bench --profile {path}"
         )
-    return _measured(document)
+    return from_document(document)
 
 
-def _measured(document: Mapping[str, Any]) -> Hardware:
+def from_document(document: Mapping[str, Any]) -> Hardware:
+    """Return the device of a profile that has been read."""
     step, overhead, engine = document["step_time"], document["overhead"], document["engine"]
     step_time = MeasuredStepTime(
         document.get("samples", ()),

@@ -9,9 +9,10 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -30,13 +31,13 @@ from headrace.testing.server import started_server
 from headrace.types import EngineSettings
 
 if TYPE_CHECKING:
-    from headrace.interfaces import Runner
+    from headrace.interfaces import LoadedModel, Runner
 
 FORMAT = "headrace-step-profile-1"
 SEQUENCES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (64, 512, 2048)
 CHUNKS = (16, 64, 128, 256, 512)
-REPEATS = 5
+REPEATS = 11
 _OVERHEAD_STEPS = 200
 _GATEWAY_REQUESTS, _GATEWAY_TOKENS = 64, 65
 _SERVED_REQUESTS, _SERVED_PROMPT, _SERVED_OUTPUT = 12, 48, 17
@@ -49,7 +50,7 @@ def measure_profile(
     data: Mapping[str, Any],
     *,
     serve_arguments: Sequence[str],
-    report: Report = lambda stage, fraction: None,
+    report: Report | None = None,
 ) -> dict[str, Any]:
     """Return the profile of the replica that `data` (headrace.config.schema.replica_config) describes.
 
@@ -58,20 +59,10 @@ def measure_profile(
     configuration) for what serving adds to a step. Raises what building the engine raises.
     """
     config = ReplicaConfig.from_dict(data)
-    manager = create_plugin_manager(
-        discover=config.plugins.discover, blocked=config.plugins.blocked
-    )
-    registries, base_dir = Registries.from_manager(manager), Path(config.base_dir)
-    quantization = create(registries, "quantization", config.model.policies.quantization, base_dir)
-    backend = open_backend(registries, config.model.backend, base_dir, SystemClock())
-    model = open_model_source(config, registries, report)
-    settings = settings_for(config, model)
-    runner, settings, num_blocks = load_runner(backend, model, settings, quantization, report)
-    memory = runner.memory()
-    try:
+    report = report or _say_nothing
+    with _loaded(config, report) as (runner, model, settings, num_blocks):
+        memory = runner.memory()
         samples = measure_steps(runner, settings, num_blocks, report)
-    finally:
-        runner.close()
     formula = fit(samples)
     return {
         "format": FORMAT,
@@ -106,6 +97,39 @@ def measure_profile(
     }
 
 
+def measure_again(
+    data: Mapping[str, Any], profile: Mapping[str, Any], repeats: int
+) -> list[Sample]:
+    """Return the samples of a profile as the machine is now, without what gateway and engine add."""
+    with _loaded(ReplicaConfig.from_dict(data), _say_nothing) as (runner, _, settings, num_blocks):
+        samples = measure_steps(runner, settings, num_blocks, _say_nothing, repeats)
+    assert len(samples) == len(profile["samples"]), "the profile is of another configuration"
+    return samples
+
+
+def _say_nothing(stage: str, fraction: float) -> None:
+    """For whoever shows no progress."""
+
+
+@contextmanager
+def _loaded(
+    config: ReplicaConfig, report: Report
+) -> Iterator[tuple[Runner, LoadedModel, EngineSettings, int]]:
+    manager = create_plugin_manager(
+        discover=config.plugins.discover, blocked=config.plugins.blocked
+    )
+    registries, base_dir = Registries.from_manager(manager), Path(config.base_dir)
+    quantization = create(registries, "quantization", config.model.policies.quantization, base_dir)
+    backend = open_backend(registries, config.model.backend, base_dir, SystemClock())
+    model = open_model_source(config, registries, report)
+    settings = settings_for(config, model)
+    runner, settings, num_blocks = load_runner(backend, model, settings, quantization, report)
+    try:
+        yield runner, model, settings, num_blocks
+    finally:
+        runner.close()
+
+
 def cpu_name() -> str:
     """Return what the processor calls itself."""
     try:
@@ -117,11 +141,17 @@ def cpu_name() -> str:
 
 
 def measure_steps(
-    runner: Runner, settings: EngineSettings, num_blocks: int, report: Report
+    runner: Runner,
+    settings: EngineSettings,
+    num_blocks: int,
+    report: Report,
+    repeats: int = REPEATS,
 ) -> list[Sample]:
-    """Return a sample per shape of step: what it computes and the median seconds of REPEATS runs.
+    """Return a sample per shape of step: what it computes, and the mean seconds of `repeats` runs.
 
-    The rounds go through all shapes, so that a busy moment of the machine touches one run of each.
+    The rounds go through all shapes, so that a busy moment of the machine touches one run of each. The
+    quarter at either end is left out; a median would take a machine that is fast at one time and slow
+    at another for one of the two.
     """
     shapes = list(step_shapes(settings, num_blocks))
     groups = len(runner.kv_groups())
@@ -135,8 +165,8 @@ def measure_steps(
         for steps in shapes
     ]
     seconds: list[list[float]] = [[] for _ in shapes]
-    for round_index in range(REPEATS + 1):
-        report("profile", round_index / (REPEATS + 1))
+    for round_index in range(repeats + 1):
+        report("profile", round_index / (repeats + 1))
         for batch, found in zip(batches, seconds, strict=True):
             start = time.perf_counter()
             handle = runner.execute(batch)
@@ -151,10 +181,16 @@ def measure_steps(
                 "prefill_tokens": sum(count for count in counts if count > 1),
                 "sequences": len(steps),
                 "kv_rows": sum(step.num_computed + len(step.token_ids) for step in steps),
-                "seconds": median(found[1:]),
+                "seconds": middle_mean(found[1:]),
             }
         )
     return samples
+
+
+def middle_mean(seconds: Sequence[float]) -> float:
+    """Return the mean of those that are left without the quarter at either end."""
+    cut = len(seconds) // 4
+    return fmean(sorted(seconds)[cut : len(seconds) - cut])
 
 
 def step_shapes(settings: EngineSettings, num_blocks: int) -> Iterator[list[SequenceStep]]:
