@@ -218,6 +218,11 @@ class Engine:
             events += self._fail_running(failure)
         return events
 
+    def prepare(self) -> bool:
+        """Let the runner use a moment without work; False: it has nothing to do either."""
+        prepare = getattr(self._runner, "prepare", None)
+        return prepare is not None and bool(prepare())
+
     def quiet_steps(self) -> tuple[int, int, int]:
         """Return the steps until the next end of a choice, and what the first of them computes.
 

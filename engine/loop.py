@@ -57,6 +57,10 @@ class SteppedEngine(Protocol):
 
     def has_work(self) -> bool: ...
 
+    def prepare(self) -> bool:
+        """Use a moment without work, of milliseconds; False: nothing is left to do."""
+        ...
+
     def stats(self) -> EngineStats: ...
 
     def close(self) -> None: ...
@@ -142,6 +146,10 @@ class EngineLoop:
         return True
 
     def _rest(self) -> ToEngine:
+        while self._engine.prepare():
+            frame = self._next_frame(0)
+            if frame is not None:
+                return frame
         if not self._is_at_rest:
             frame = self._next_frame(_REST_SECONDS)
             if frame is not None:

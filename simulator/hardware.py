@@ -143,6 +143,9 @@ def from_document(document: Mapping[str, Any]) -> Hardware:
         kv_bytes_per_token=per_token,
         kv_pool_bytes=engine["num_blocks"] * engine["block_size"] * per_token,
         max_position=engine["max_model_len"],
-        request_seconds=overhead.get("gateway_seconds_per_request") or 0.0,
+        request_seconds=max(
+            overhead.get("gateway_seconds_per_request") or 0.0,
+            overhead.get("served_seconds_per_request", 0.0),
+        ),
         engine={name: engine[name] for name in names},
     )

@@ -113,6 +113,9 @@ class Runner(Protocol):
     A runner may have `runs_ahead: bool`. Where it is true, the engine plans and launches one step
     before it takes the result of the one before: `execute` returns at once, steps run in the order
     of their launch, and a token whose `token_sources` names a row is what that row of the step before drew.
+
+    A runner may have `prepare() -> bool`. It is called while the engine has nothing to do, for
+    milliseconds of what makes later steps cheaper, and again until it says False.
     """
 
     def kv_groups(self) -> Sequence[KVGroupSpec]: ...

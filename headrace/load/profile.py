@@ -40,7 +40,7 @@ CHUNKS = (16, 64, 128, 256, 512)
 REPEATS = 11
 _OVERHEAD_STEPS = 200
 _GATEWAY_REQUESTS, _GATEWAY_TOKENS = 64, 65
-_SERVED_REQUESTS, _SERVED_PROMPT, _SERVED_OUTPUT = 12, 48, 17
+_SERVED_REQUESTS, _SERVED_PROMPT, _SERVED_OUTPUT = 24, 16, 17
 
 Report = Callable[[str, float], None]
 Sample = dict[str, float]
@@ -322,7 +322,7 @@ def measure_gateway(config: ReplicaConfig, report: Report) -> dict[str, float | 
 def measure_served(
     serve_arguments: Sequence[str], samples: Sequence[Sample], report: Report
 ) -> dict[str, float]:
-    """Return how much longer a decode takes in a server than alone, in seconds; at least 0.
+    """Return how much longer a decode and a first token take in a server than alone; at least 0 s.
 
     The engine's own part is in it, and what gateway and client take from the cores that compute.
     """
@@ -336,16 +336,31 @@ def measure_served(
             output_tokens=Lengths.fixed(_SERVED_OUTPUT),
         )
         for seed in range(2):  # the first warms it up
-            found = anyio.run(run_load, replace(plan, seed=seed)).latency("tpot")
-    assert found is not None, "a server that is ready answers"
+            found = anyio.run(run_load, replace(plan, seed=seed))
+    tpot, ttft = found.percentile("tpot", 0.5), found.percentile("ttft", 0.5)
+    assert tpot is not None and ttft is not None, "a server that is ready answers"
     report("served steps", 1.0)
-    return {"served_seconds_per_step": max(0.0, found["p50"] - shortest_decode(samples))}
+    return {
+        "served_seconds_per_step": max(0.0, tpot - shortest_decode(samples)),
+        "served_seconds_per_request": max(0.0, ttft - first_chunk(samples, _SERVED_PROMPT)),
+    }
 
 
 def shortest_decode(samples: Sequence[Sample]) -> float:
     """Return the seconds of the measured decode of one sequence with the fewest rows."""
     decodes = [each for each in samples if each["prefill_tokens"] == 0 and each["sequences"] == 1]
     return min(decodes, key=lambda each: each["kv_rows"])["seconds"]
+
+
+def first_chunk(samples: Sequence[Sample], num_tokens: int) -> float:
+    """Return the seconds of a prompt's first chunk, between the sizes that were measured."""
+    alone = {
+        each["prefill_tokens"]: each["seconds"]
+        for each in samples
+        if each["sequences"] == 1 and each["prefill_tokens"] == each["kv_rows"]
+    }
+    sizes = sorted(alone)
+    return float(np.interp(num_tokens, sizes, [alone[size] for size in sizes]))
 
 
 def core_seconds(pid: int) -> float | None:

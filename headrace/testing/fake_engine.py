@@ -49,6 +49,9 @@ class FakeEngine:
         running = self._running.pop(request_id, None)
         return waiting is not None or running is not None
 
+    def prepare(self) -> bool:
+        return False
+
     def has_work(self) -> bool:
         return bool(self._waiting or self._running)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import sys
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 ALIGNMENT = 64
 MAPPING_BYTES = 64 << 20
 _HUGE_PAGE = 2 << 20
+_POPULATE_WRITE = 23
+"""MADV_POPULATE_WRITE of Linux 5.14 and newer, which the module mmap does not name."""
 
 
 def map_pages(num_bytes: int, *, huge: bool = True) -> NDArray[np.uint8]:
@@ -30,6 +33,16 @@ def map_pages(num_bytes: int, *, huge: bool = True) -> NDArray[np.uint8]:
     start = ctypes.addressof(ctypes.c_char.from_buffer(pages))
     offset = -start % _HUGE_PAGE
     return np.frombuffer(pages, np.uint8, count=size, offset=offset)
+
+
+def make_resident(array: NDArray[np.uint8]) -> bool:
+    """Have an array's pages exist, whatever is in them; False: this system cannot be asked for that."""
+    if sys.platform != "linux":
+        return False
+    start = address(array) // mmap.PAGESIZE * mmap.PAGESIZE
+    size = address(array) + array.nbytes - start
+    advise = ctypes.CDLL(None).madvise
+    return bool(advise(ctypes.c_void_p(start), ctypes.c_size_t(size), _POPULATE_WRITE) == 0)
 
 
 class Arena:

@@ -159,15 +159,21 @@ class FastRunner:
             handle = self.execute(batch)
             handle.sample(masks)
             handle.result()
+        self._kv().forget_use()
         report(1.0)
 
     def execute(self, batch: ForwardBatch) -> FastStepHandle:
         assert not self._is_closed, "the runner is closed"
         assert self._threads is not None, "allocate comes before execute"
+        self._kv().note_use(int(batch.slots.max()) // self._settings.block_size)
         self._step.describe(batch, self._sampler.drawn)
         num_threads = self._threads.run()
         logits = (*self._step.logits(), self._vocab_size)
         return FastStepHandle(self._sampler, logits, batch.sampling, num_threads)
+
+    def prepare(self) -> bool:
+        """Use a moment without work, of milliseconds; False: nothing is left to do."""
+        return self._kv().prepare()
 
     def profile(self, batch: ForwardBatch) -> dict[str, float]:
         """Run a step; return the milliseconds of core time per kind of operation, all threads together."""
