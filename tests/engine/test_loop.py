@@ -337,6 +337,31 @@ def test_a_closed_outbox_wakes_its_reader_once_empty() -> None:
     assert taken == [[]]
 
 
+def test_moments_without_work_are_used_until_a_request_comes() -> None:
+    class Busybody(FakeEngine):
+        num_prepared = 0
+        num_at_submit = -1
+
+        def prepare(self) -> bool:
+            self.num_prepared += 1
+            if self.num_prepared == 3:
+                loop.post(Submit(request("a")))
+            if self.num_prepared == 6:
+                loop.post(Stop())
+            return True
+
+        def submit(self, request: GenerationRequest) -> None:
+            self.num_at_submit = self.num_prepared
+            super().submit(request)
+
+    engine = Busybody()
+    said: list[FromEngine] = []
+    loop = EngineLoop(engine, said.append)
+    loop.run()
+    assert (engine.num_at_submit, engine.num_prepared) == (3, 6)
+    assert len(events(said, "a")) == 3
+
+
 def test_the_engine_comes_to_rest_once_after_each_burst_of_work() -> None:
     rests: list[str] = []
     engine = FakeEngine()

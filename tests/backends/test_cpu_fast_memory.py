@@ -1,0 +1,91 @@
+"""The KV pool's pages exist before steps write them, a bounded way ahead, and keep what is in them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headrace.backends.cpu.fast import kv_pool
+from headrace.backends.cpu.fast.arena import address, make_resident, map_pages
+from headrace.backends.cpu.fast.kv_pool import FORMS, FastKVPool
+from headrace.types import KVGroupSpec
+
+MIB = 1 << 20
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for pages")
+
+
+def resident_bytes(start: int, size: int) -> int:
+    """Return how much of a range of addresses exists, by /proc/self/smaps."""
+    found, is_inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if "-" in first and not first.endswith(":"):
+            low, high = (int(each, 16) for each in first.split("-"))
+            is_inside = low < start + size and start < high
+        elif is_inside and first == "Rss:":
+            found += 1024 * int(line.split()[1])
+    return found
+
+
+def test_pages_exist_once_asked_for_and_hold_what_they_held() -> None:
+    pages = map_pages(16 * MIB)
+    pages[5 * MIB] = 7
+    before = resident_bytes(address(pages), pages.nbytes)
+    assert make_resident(pages[3 * MIB : 9 * MIB])
+    after = resident_bytes(address(pages), pages.nbytes)
+    assert before <= 2 * MIB
+    assert 6 * MIB <= after <= 12 * MIB
+    assert pages[5 * MIB] == 7 and np.count_nonzero(pages) == 1
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[FastKVPool]:
+    monkeypatch.setattr(kv_pool, "AHEAD_BYTES", 16 * MIB)
+    group = KVGroupSpec(name="all", layers=tuple(range(16)), num_kv_heads=4, head_dim=64)
+    yield FastKVPool([group], 512, 16, FORMS["bfloat16"])
+
+
+def prepared(pool: FastKVPool) -> int:
+    """Prepare until nothing is left; return how many pieces that took."""
+    pieces = 0
+    while pool.prepare():
+        pieces += 1
+    return pieces
+
+
+def test_a_pool_is_prepared_a_bounded_way_beyond_its_highest_block(pool: FastKVPool) -> None:
+    first = prepared(pool)
+    assert 8 <= first <= 13  # pieces of 2 MiB: 16 MiB, and the span of block 0
+    assert not pool.prepare()
+    pool.note_use(5)
+    assert prepared(pool) == 0, "the same span"
+    pool.note_use(300)
+    assert prepared(pool) > first
+    pool.note_use(511)
+    prepared(pool)
+    assert not pool.prepare(), "the end of the pool is the end"
+
+
+def test_what_a_trial_used_is_forgotten(pool: FastKVPool) -> None:
+    pool.note_use(511)
+    pool.forget_use()
+    assert prepared(pool) <= 13
+
+
+def test_rows_written_stay_when_their_pages_are_asked_for(pool: FastKVPool) -> None:
+    rows = np.arange(4 * 64, dtype=np.float32).reshape(1, 4, 64)
+    pool.write_rows(3, [17], rows, -rows)
+    prepared(pool)
+    keys, values = pool.read_rows(3, [17])
+    assert np.array_equal(keys, rows) and np.array_equal(values, -rows)
+
+
+def test_a_system_without_the_request_is_asked_once(
+    pool: FastKVPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_pool, "make_resident", lambda piece: False)
+    assert prepared(pool) == 1
