@@ -169,6 +169,7 @@ def config_text(policy: str, arguments: argparse.Namespace, scale: Scale) -> str
                         "max_model_len": 1024,
                         "max_queued_requests": 10_000,
                         "block_size": BLOCK_SIZE,
+                        "activations": arguments.activations,
                     },
                 }
             ],
@@ -193,6 +194,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument(
         "--simulated", action="store_true", help="pretended devices: real processes, no arithmetic"
     )
+    parser.add_argument("--activations", default="precise", help="int8 takes half the time")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
