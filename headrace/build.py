@@ -18,7 +18,7 @@ import structlog
 from headrace.config import Choice, ReplicaConfig
 from headrace.config.resources import resolve_engine
 from headrace.config.schema import PoliciesConfig
-from headrace.errors import BackendUnavailable, ModelError
+from headrace.errors import BackendUnavailable, ConfigError, ModelError
 from headrace.group import SingleRank
 from headrace.interfaces import (
     Backend,
@@ -32,12 +32,13 @@ from headrace.plugins.manager import create_plugin_manager
 from headrace.plugins.options import build_options
 from headrace.plugins.registry import Registries, Registry
 from headrace.policy_guard import EvictionGuard, GuardLimits, SchedulingGuard
-from headrace.types import EngineSettings, ModelCard, PolicyChoice
-from headrace.types.units import format_size
+from headrace.types import DeviceMemory, EngineSettings, ModelCard, PolicyChoice
+from headrace.types.units import about_size, format_size
 
 if TYPE_CHECKING:
     from headrace.engine.engine import Engine
     from headrace.engine.policy_switch import PolicySwitch
+    from headrace.text.tokenizer import Tokenizer
 
 Report = Callable[[str, float], None]
 
@@ -68,7 +69,6 @@ def build_engine(
     from headrace.engine.engine import Engine
     from headrace.engine.intake import ServedModel
     from headrace.engine.policy_switch import PolicySwitch
-    from headrace.text.tokenizer import Tokenizer
 
     config = replica if isinstance(replica, ReplicaConfig) else ReplicaConfig.from_dict(replica)
     clock = clock or SystemClock()
@@ -83,19 +83,16 @@ def build_engine(
     quantization = create(registries, "quantization", policies.quantization, base_dir)
     backend = open_backend(registries, config.model.backend, base_dir, clock)
     model = open_model_source(config, registries, report)
-    settings = settings_for(config, model)
-    runner, settings, num_blocks = load_runner(backend, model, settings, quantization, report)
-    tokenizer = Tokenizer(
-        model.text.tokenizer_json,
-        special_tokens=model.text.special_tokens,
-        add_bos_token=model.text.add_bos_token,
+    settings = settings_for(config, model, backend)
+    runner, settings, num_blocks = load_runner(
+        backend, model, settings, quantization, report, config.replicas_on_host
     )
     engine = Engine(
         runner,
         model=ServedModel(
             name=config.model.name,
             revision=model.revision,
-            tokenizer=tokenizer,
+            tokenizer=create_tokenizer(model),
             eos_token_ids=model.text.eos_token_ids,
             vocab_size=model.architecture.vocab_size,
         ),
@@ -112,6 +109,17 @@ def build_engine(
         limits.watchdog,
     )
     return BuiltEngine(engine=engine, card=card, switch=switch)
+
+
+def create_tokenizer(model: LoadedModel) -> Tokenizer:
+    """Return the tokenizer that the model's text calls for."""
+    from headrace.text.tokenizer import Tokenizer
+
+    return Tokenizer(
+        model.text.tokenizer_json,
+        special_tokens=model.text.special_tokens,
+        add_bos_token=model.text.add_bos_token,
+    )
 
 
 def create_guards(
@@ -188,8 +196,11 @@ class _Architectures(Mapping[str, type[ModelArchitecture]]):
         return len(self._names)
 
 
-def settings_for(config: ReplicaConfig, model: LoadedModel) -> EngineSettings:
-    """Resolve every `auto`, and never promise more context than the model was made for."""
+def settings_for(config: ReplicaConfig, model: LoadedModel, backend: Backend) -> EngineSettings:
+    """Resolve every `auto`, and never promise more context than the model was made for.
+
+    Where the backend has memory of its own, `kv_memory: auto` is 0 bytes until load_runner has measured.
+    """
     engine = config.model.engine
     trained = model.architecture.max_position
     settings = resolve_engine(
@@ -197,6 +208,7 @@ def settings_for(config: ReplicaConfig, model: LoadedModel) -> EngineSettings:
         replicas=config.replicas_on_host,
         stored_dtype=model.stored_dtype,
         trained_model_len=trained,
+        kv_on_host=not getattr(backend, "has_own_memory", False),
     )
     if settings.max_model_len > trained:
         structlog.get_logger(__name__).warning(
@@ -215,17 +227,83 @@ def load_runner(
     settings: EngineSettings,
     quantization: QuantizationPolicy,
     report: Report,
+    num_replicas: int = 1,
 ) -> tuple[Runner, EngineSettings, int]:
-    """Hold the weights, size and allocate the KV pool, run every kernel once."""
+    """Hold the weights, size and allocate the KV pool, run every kernel once.
+
+    `num_replicas` share the backend's device, where it has memory of its own.
+    """
     report("load", 0.0)
     runner = backend.create_runner(
         model, SingleRank(), settings, quantization=quantization, report=report
     )
+    measure: Callable[[int], DeviceMemory] | None = getattr(runner, "measure_memory", None)
+    memory = None if measure is None else measure(num_replicas)
+    if memory is not None:
+        settings = settle_kv_memory(settings, memory, runner.memory().kv_bytes_per_block)
     settings, num_blocks = size_pool(settings, runner, model.name)
+    if memory is not None:
+        say_memory(memory, settings, num_blocks, model.name)
     runner.allocate(num_blocks)
     report("warmup", 0.0)
     runner.warm_up(lambda fraction: report("warmup", fraction))
     return runner, settings, num_blocks
+
+
+def settle_kv_memory(
+    settings: EngineSettings, memory: DeviceMemory, per_block: int
+) -> EngineSettings:
+    """Return settings whose kv_memory_bytes the device has: what is left of it where none was given.
+
+    ConfigError, with the arithmetic and what to change, where nothing is left or more was asked for.
+    """
+    given, most = settings.kv_memory_bytes, memory.most_kv_bytes
+    if given > most:
+        raise ConfigError(
+            f"models.*.engine.kv_memory: {about_size(given)} is more than the {about_size(most)} that the "
+            f"device has left ({arithmetic(memory)}); give less, or write auto"
+        )
+    if given == 0 and memory.kv_bytes < per_block:
+        raise ConfigError(
+            f"models.*.engine.kv_memory: auto leaves {about_size(memory.kv_bytes)} of the device for keys and "
+            f"values, one block of {settings.block_size} tokens takes {about_size(per_block)} "
+            f"({arithmetic(memory)}). Raise models.*.backend.options.memory_share, lower "
+            f"models.*.engine.max_batched_tokens ({settings.max_batched_tokens}) or max_num_sequences "
+            f"({settings.max_num_sequences}), or hold the weights in fewer bits "
+            "(models.*.policies.quantization)"
+        )
+    return msgspec.structs.replace(settings, kv_memory_bytes=given or memory.kv_bytes)
+
+
+def arithmetic(memory: DeviceMemory) -> str:
+    """Return where a device's memory goes, as one line."""
+    parts = {
+        "device": memory.total_bytes,
+        "free": memory.free_bytes,
+        "weights": memory.weight_bytes,
+        "activations at the peak": memory.activation_bytes,
+        "graphs": memory.graph_bytes,
+        "kept free": memory.kept_free_bytes,
+    }
+    shared = f", shared by {memory.num_replicas} replicas" if memory.num_replicas > 1 else ""
+    return ", ".join(f"{name} {about_size(size)}" for name, size in parts.items()) + shared
+
+
+def say_memory(memory: DeviceMemory, settings: EngineSettings, num_blocks: int, name: str) -> None:
+    """Log the arithmetic by which the pool was sized."""
+    structlog.get_logger(__name__).info(
+        "device memory",
+        model=name,
+        total=about_size(memory.total_bytes),
+        free=about_size(memory.free_bytes),
+        weights=about_size(memory.weight_bytes),
+        activations=about_size(memory.activation_bytes),
+        graphs=about_size(memory.graph_bytes),
+        kept_free=about_size(memory.kept_free_bytes),
+        replicas=memory.num_replicas,
+        kv_memory=about_size(settings.kv_memory_bytes),
+        blocks=num_blocks,
+    )
 
 
 def size_pool(settings: EngineSettings, runner: Runner, name: str) -> tuple[EngineSettings, int]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 from headrace.backends.gpu.backend import GpuBackend
 
 if TYPE_CHECKING:
-    from headrace.backends.gpu.cuda_device import CudaDevice
+    from headrace.backends.gpu.device import Device
     from headrace.backends.gpu.kernels import Kernels
 
 
@@ -21,7 +21,7 @@ class CupyRawBackend(GpuBackend):
     extra = "cupy"
     modules: ClassVar = {"torch": "torch", "cupy": "cupy-cuda13x"}
 
-    def _make_kernels(self, device: CudaDevice) -> Kernels:
+    def _make_kernels(self, device: Device) -> Kernels:
         from headrace.backends.cupy_raw.launcher import CupyLauncher
         from headrace.backends.cupy_raw.launches import CudaKernels
 

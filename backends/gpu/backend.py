@@ -8,16 +8,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 import structlog
 
+from headrace.backends.gpu.device import MEMORY_SHARE
 from headrace.backends.gpu.probe import probe_gpu
+from headrace.errors import ModelError
 from headrace.interfaces import Availability, Clock, Group, LoadedModel, QuantizationPolicy, Runner
 from headrace.types import EngineSettings
+from headrace.types.units import Bounds, about_size
 
 if TYPE_CHECKING:
-    from headrace.backends.gpu.cuda_device import CudaDevice
+    from headrace.backends.gpu.device import Device
     from headrace.backends.gpu.kernels import Kernels
 
 
@@ -29,14 +32,19 @@ class GpuBackend(ABC):
     """Headrace's extra that installs what is needed."""
     modules: ClassVar[Mapping[str, str]]
     """Module that must be there -> the package that brings it."""
+    has_own_memory: ClassVar[bool] = True
     schemes: ClassVar[frozenset[str]] = frozenset({"f32", "f16", "bf16", "q8_0", "q4_1"})
 
     @dataclass(frozen=True, slots=True)
     class Options:
-        """Nothing to choose: dtypes and sizes are the engine's settings."""
+        """What is the device's; dtypes and sizes are the engine's settings."""
 
-    def __init__(self, device: CudaDevice) -> None:
+        memory_share: Annotated[float, Bounds(0.01, 1.0)] = MEMORY_SHARE
+        """Part of the device's memory to use at most, weights included; other servers say GPU utilization."""
+
+    def __init__(self, device: Device, options: Options | None = None) -> None:
         self._device = device
+        self._options = options or self.Options()
         self._kernels = self._make_kernels(device)
 
     @classmethod
@@ -51,10 +59,10 @@ class GpuBackend(ABC):
         structlog.get_logger(__name__).info(
             "device", name=device.name, architecture=device.architecture, index=device_index
         )
-        return cls(device)
+        return cls(device, options)
 
     @abstractmethod
-    def _make_kernels(self, device: CudaDevice) -> Kernels:
+    def _make_kernels(self, device: Device) -> Kernels:
         """Return the backend's kernels with a launcher for this device."""
 
     def create_runner(
@@ -66,8 +74,22 @@ class GpuBackend(ABC):
         quantization: QuantizationPolicy | None = None,
         report: Callable[[str, float], None] = lambda stage, fraction: None,
     ) -> Runner:
+        """ModelError where the weights do not fit the device."""
+        import torch
+
         from headrace.backends.gpu.ops import GpuOps
         from headrace.backends.gpu.runner import GpuRunner
 
         ops = GpuOps(self._kernels, self._device, settings, self.name)
-        return GpuRunner(ops, model, group, settings, quantization=quantization, report=report)
+        try:
+            return GpuRunner(
+                ops, model, group, settings, quantization=quantization, report=report,
+                memory_share=self._options.memory_share,
+            )  # fmt: skip
+        except torch.OutOfMemoryError as error:
+            total, free = self._device.total_bytes(), self._device.free_bytes()
+            raise ModelError(
+                f"the weights of '{model.name}' do not fit the device's {about_size(total)}: "
+                f"{about_size(ops.weight_bytes())} of them are held and {about_size(free)} are free. "
+                "Hold them in fewer bits (models.*.policies.quantization), or take a larger device"
+            ) from error

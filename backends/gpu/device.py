@@ -6,13 +6,15 @@ memory sizes, planning and argument packing stay on this side of the seam, so th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
 
 Dimensions = tuple[int, int, int]
+MEMORY_SHARE = 0.9
+"""Part of the device that is used unless told otherwise: what other servers take, too."""
 
 
 class Device(Protocol):
@@ -25,8 +27,19 @@ class Device(Protocol):
     can_capture: bool
     """Whether torch.cuda.graph records on it."""
 
+    def total_bytes(self) -> int:
+        """Return the whole device's memory, whoever holds it."""
+        ...
+
     def free_bytes(self) -> int:
         """Return what can still be allocated, what torch keeps in reserve included."""
+        ...
+
+    def peak_of(self, run: Callable[[], None]) -> int:
+        """Run and wait; return how many bytes more it held at its peak than it still holds afterwards.
+
+        torch.OutOfMemoryError where the device has not as much.
+        """
         ...
 
     def synchronize(self) -> None:

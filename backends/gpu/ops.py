@@ -106,6 +106,10 @@ class GpuOps(TorchOps):
 
         self._pool = KVPool(groups, num_blocks, block_size, self._kv_dtype, zero_plane)
 
+    def release_kv(self) -> None:
+        """Let go of the KV pool: another one may be allocated."""
+        self._pool = None
+
     def available_bytes(self) -> int:
         return self.device.free_bytes()
 

@@ -9,18 +9,23 @@ import structlog
 import torch
 
 from headrace.backends.gpu.buckets import bucket_of, buckets
+from headrace.backends.gpu.device import MEMORY_SHARE
 from headrace.backends.gpu.draw import Fetch
 from headrace.backends.gpu.graphs import DecodeStep, is_decode, try_capture
+from headrace.backends.gpu.memory import device_memory, largest_step
 from headrace.backends.gpu.ops import GpuOps
 from headrace.backends.runner import OpsRunner
+from headrace.errors import ModelError
 from headrace.interfaces import Group, LoadedModel, QuantizationPolicy
 from headrace.types import (
+    DeviceMemory,
     EngineSettings,
     ForwardBatch,
     SamplingBatch,
     StepResult,
     TokenMasks,
 )
+from headrace.types.units import about_size
 
 if TYPE_CHECKING:
     from headrace.backends.gpu.device import Device
@@ -59,15 +64,53 @@ class GpuRunner(OpsRunner):
         *,
         quantization: QuantizationPolicy | None = None,
         report: Callable[[str, float], None] = lambda stage, fraction: None,
+        memory_share: float = MEMORY_SHARE,
     ) -> None:
+        """Hold the weights. `memory_share`: what measure_memory may give away of the device."""
         ops.set_query_heads(model.architecture.query_heads() // group.size)
         super().__init__(
             ops, model, group, settings, schemes=GpuOps.schemes, quantization=quantization,
             report=report,
         )  # fmt: skip
         self._gpu_ops = ops
+        self._memory_share = memory_share
+        self._model_name = model.name
         self._table_width = -(-settings.max_model_len // settings.block_size)
         self._decode_steps: dict[int, DecodeStep] = {}
+
+    def measure_memory(self, num_replicas: int) -> DeviceMemory:
+        """Run the largest step over a pool of one block and return what the device has left beside it.
+
+        `num_replicas` share the device. Before allocate. ModelError where not even the step fits.
+        """
+        assert self._num_blocks == 0, "memory is measured before the pool takes its part"
+        device, settings = self._gpu_ops.device, self._settings
+        batch = largest_step(settings, len(self._groups), self._architecture.vocab_size)
+        self._gpu_ops.allocate_kv(self._groups, 1, settings.block_size)
+        try:
+            activation_bytes = device.peak_of(lambda: self._run_once(batch))
+        except torch.OutOfMemoryError as error:
+            raise ModelError(
+                f"the largest step of '{self._model_name}' does not fit the device's "
+                f"{about_size(device.total_bytes())} beside {about_size(self._ops.weight_bytes())} of weights: "
+                f"lower models.*.engine.max_batched_tokens ({settings.max_batched_tokens}) or "
+                f"max_num_sequences ({settings.max_num_sequences}): {str(error).splitlines()[0]}"
+            ) from error
+        finally:
+            self._gpu_ops.release_kv()
+        return device_memory(
+            device,
+            settings,
+            weight_bytes=self._ops.weight_bytes(),
+            activation_bytes=activation_bytes,
+            memory_share=self._memory_share,
+            num_replicas=num_replicas,
+        )
+
+    def _run_once(self, batch: ForwardBatch) -> None:
+        handle = self.execute(batch)
+        handle.sample()
+        handle.result()
 
     def warm_up(self, report: Callable[[float], None]) -> None:
         """Compile and run every kernel once, then record a decode step per bucket."""

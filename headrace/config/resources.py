@@ -52,17 +52,21 @@ def resolve_engine(
     stored_dtype: str,
     weight_bytes: int = 0,
     trained_model_len: int | None = None,
+    kv_on_host: bool = True,
     resources: HostResources | None = None,
 ) -> EngineSettings:
     """Return the settings of one replica with every `auto` resolved.
 
     `replicas` are all that share this host. `weight_bytes` is what the model still has to load: it is
     taken off the memory before the KV pool gets its half. ConfigError where a given `kv_memory` is
-    more than the host could ever give.
+    more than the host could ever give. Where the backend keeps keys and values in memory of its own
+    (not `kv_on_host`), nothing is known of it before the weights are there: `auto` stays 0 bytes.
     """
     host = resources or host_resources()
     dtype = stored_dtype if engine.dtype == "auto" else engine.dtype
-    if engine.kv_memory == "auto":
+    if not kv_on_host:
+        kv_memory = 0 if engine.kv_memory == "auto" else max(1, engine.kv_memory)
+    elif engine.kv_memory == "auto":
         kv_memory = max(
             _MIN_KV_MEMORY, (host.memory_available_bytes // replicas - weight_bytes) // 2
         )

@@ -96,7 +96,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     num_threads: Auto | Count = "auto"
     """Compute threads of one replica; auto: this host's CPUs shared by its replicas."""
     kv_memory: Auto | Bytes = "auto"
-    """Memory of one replica's KV pool; auto: half of its share of the memory available."""
+    """Memory of one replica's KV pool; auto: half its share of what is available; on a GPU what is left."""
     max_model_len: Auto | Count = 4096
     """Longest prompt and output together; auto: what the model was trained for."""
     max_num_sequences: Count = 64

@@ -62,7 +62,11 @@ class Group(Protocol):
 
 
 class Backend(Protocol):
-    """A device, its memory and its kernels."""
+    """A device, its memory and its kernels.
+
+    A backend may have `has_own_memory: bool`. Where it is true, keys and values are not kept in the host's
+    memory, and its runners have `measure_memory`.
+    """
 
     name: ClassVar[str]
     schemes: ClassVar[frozenset[str]]
@@ -116,6 +120,9 @@ class Runner(Protocol):
 
     A runner may have `prepare() -> bool`. It is called while the engine has nothing to do, for
     milliseconds of what makes later steps cheaper, and again until it says False.
+
+    A runner may have `measure_memory(num_replicas) -> DeviceMemory`, called once before `allocate`. It runs
+    the largest step and says what its device has left for the KV pool of one of so many replicas.
     """
 
     def kv_groups(self) -> Sequence[KVGroupSpec]: ...

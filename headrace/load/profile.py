@@ -122,8 +122,10 @@ def _loaded(
     quantization = create(registries, "quantization", config.model.policies.quantization, base_dir)
     backend = open_backend(registries, config.model.backend, base_dir, SystemClock())
     model = open_model_source(config, registries, report)
-    settings = settings_for(config, model)
-    runner, settings, num_blocks = load_runner(backend, model, settings, quantization, report)
+    settings = settings_for(config, model, backend)
+    runner, settings, num_blocks = load_runner(
+        backend, model, settings, quantization, report, config.replicas_on_host
+    )
     try:
         yield runner, model, settings, num_blocks
     finally:

@@ -10,6 +10,7 @@ from headrace.types.batch import (
     WeightPart,
 )
 from headrace.types.card import (
+    DeviceMemory,
     EngineSettings,
     KVGroupSpec,
     MemoryReport,
@@ -73,6 +74,7 @@ __all__ = [
     "BlockView",
     "Charge",
     "CommitPolicy",
+    "DeviceMemory",
     "DropPolicy",
     "EngineSettings",
     "EngineStats",

@@ -49,6 +49,26 @@ class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
     available_bytes: int
 
 
+class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """What a device with memory of its own has left for one replica's keys and values, in bytes."""
+
+    total_bytes: int
+    free_bytes: int
+    """With the weights held, no pool allocated and nothing running."""
+    weight_bytes: int
+    activation_bytes: int
+    """What the largest step took at its peak, beside the weights."""
+    graph_bytes: int
+    """What recorded decode steps will keep: an estimate from above."""
+    kept_free_bytes: int
+    num_replicas: int
+    """How many share the device."""
+    most_kv_bytes: int
+    """What a pool of a given size may take: all that is free and that no step needs."""
+    kv_bytes: int
+    """What the pool takes by itself: less what is kept free, and no more than this replica's part."""
+
+
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """What a ready replica tells the gateway: all it needs to turn HTTP into tokens and back."""
 

@@ -75,6 +75,15 @@ def format_size(size: int) -> str:
     return str(size)
 
 
+def about_size(size: int) -> str:
+    """Return a size as people read it, in four digits at most: 139.8GiB. parse_size takes it too."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        number = size / _SIZE_UNITS[unit.lower().removesuffix("b")]
+        if number >= 1:
+            return f"{number:.4g}{unit}"
+    return str(size)
+
+
 def format_duration(seconds: float) -> str:
     """Return text that parse_duration turns back into `seconds`."""
     if seconds and seconds < 1 and round(seconds * 1000) * 1e-3 == seconds:

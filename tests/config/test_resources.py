@@ -171,3 +171,13 @@ def test_where_memory_is_short_the_pool_still_has_a_floor() -> None:
         EngineConfig(), replicas=1, stored_dtype="float16", weight_bytes=2 * GIB, resources=host
     )
     assert settings.kv_memory_bytes == 16 << 20
+
+
+def test_where_the_backend_has_memory_of_its_own_the_hosts_says_nothing() -> None:
+    """Auto waits to be measured, more than the host has is no error here, and 0 is not auto."""
+    for given, kept in (("auto", 0), (99 * GIB, 99 * GIB), (0, 1)):
+        engine = EngineConfig(kv_memory=given)  # type: ignore[arg-type]
+        settings = resolve_engine(
+            engine, replicas=2, stored_dtype="float16", kv_on_host=False, resources=HOST
+        )
+        assert settings.kv_memory_bytes == kept

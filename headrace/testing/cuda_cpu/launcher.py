@@ -11,7 +11,7 @@ import hashlib
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ import torch
 
 from headrace.backends.cupy_raw.compiling import cuda_include
 from headrace.cache import cache_folder
+from headrace.testing.cuda_cpu.memory import HeldMemory
 
 if TYPE_CHECKING:
     from headrace.backends.gpu.device import Dimensions
@@ -166,13 +167,23 @@ class EmulatedDevice:
     architecture = "sm_90"
     can_capture = False
 
-    def __init__(self, num_multiprocessors: int = 4) -> None:
+    def __init__(self, num_multiprocessors: int = 4, memory_bytes: int = 1 << 30) -> None:
+        """What is made under `with device.memory:` counts against `memory_bytes`, as a GPU's tensors do."""
         self.torch_device = torch.device("cpu")
         self.num_multiprocessors = num_multiprocessors
+        self.memory = HeldMemory(memory_bytes)
+
+    def total_bytes(self) -> int:
+        return self.memory.limit_bytes
 
     def free_bytes(self) -> int:
-        """1 GiB: enough for a tiny model."""
-        return 1 << 30
+        return self.memory.limit_bytes - self.memory.held_bytes
+
+    def peak_of(self, run: Callable[[], None]) -> int:
+        with self.memory:
+            self.memory.peak_bytes = self.memory.held_bytes
+            run()
+        return self.memory.peak_bytes - self.memory.held_bytes
 
     def synchronize(self) -> None:
         """A launch has ended when it returns."""
