@@ -62,7 +62,7 @@ class Fetch:
         self._host = wanted
         if draw.token_ids.is_cuda:
             self._host = [
-                torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(
+                torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(
                     tensor, non_blocking=True
                 )
                 for tensor in wanted
