@@ -5,7 +5,6 @@ PTX comes from Numba (NVVM), the cubin from nvJitLink through cuda.core, as at r
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import importlib.metadata
 import re
@@ -16,12 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
-import structlog
-
 from headrace.backends.cuda_numba.kernels.source import KernelSource
-from headrace.cache import cache_folder, write_atomically
-from headrace.errors import ConfigError
+from headrace.backends.gpu.kernel_cache import entry_name, kept_code
+from headrace.cache import cache_folder
 
+HERE = Path(__file__).parent
 _ENTRY = re.compile(r"\.visible \.entry\s+(\w+)")
 _lock = threading.Lock()
 TOOLKIT = ("numba-cuda", "nvidia-nvvm", "nvidia-nvjitlink")
@@ -79,25 +77,17 @@ def cached_kernel(
 
     The key is everything the code depends on: sources, what it is specialised for, architecture, toolkit.
     """
-    digest = hashlib.sha256(repr((source, name, sorted(defines.items()), architecture)).encode())
-    digest.update(repr([importlib.metadata.version(package) for package in TOOLKIT]).encode())
-    here = Path(__file__).parent
-    for file in sorted((*here.glob("kernels/*.py"), here / "primitives.py")):
-        digest.update(file.name.encode() + file.read_bytes())
-    kept = f"{name}-{architecture}-{digest.hexdigest()[:24]}.bin"
-    try:
-        entry, cubin = (_folder() / kept).read_bytes().split(b"\0", 1)
-        return entry.decode(), cubin
-    except (ConfigError, OSError, ValueError):
-        pass
-    log = structlog.get_logger(__name__)
-    log.info("compiling a kernel, once", kernel=name, architecture=architecture, **defines)
-    made = compile_kernel(make_source(source, name, defines), architecture)
-    try:
-        write_atomically(_folder() / kept, made.name.encode() + b"\0" + made.cubin)
-    except (ConfigError, OSError):
-        log.warning("the compiled kernel is not kept", kernel=name)
-    return made.name, made.cubin
+    toolkit = [importlib.metadata.version(package) for package in TOOLKIT]
+    facts = source, name, sorted(defines.items()), architecture, toolkit
+
+    def build() -> bytes:
+        made = compile_kernel(make_source(source, name, defines), architecture)
+        return made.name.encode() + b"\0" + made.cubin
+
+    files = (*sorted(HERE.glob("kernels/*.py")), HERE / "primitives.py")
+    kept = kept_code(_folder, entry_name(f"{name}-{architecture}", facts, files), build)
+    entry, cubin = kept.split(b"\0", 1)
+    return entry.decode(), cubin
 
 
 def _folder() -> Path:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import structlog
-
-from headrace.cache import cache_folder, write_atomically
+from headrace.backends.gpu.kernel_cache import entry_name, kept_code
+from headrace.cache import cache_folder
 from headrace.errors import ConfigError
 
 FOLDER = Path(__file__).parent / "cuda"
@@ -59,25 +57,16 @@ def compile_kernels(source: str, defines: Mapping[str, int | str], architecture:
 
 
 def cached_kernels(source: str, defines: Mapping[str, int | str], architecture: str) -> bytes:
-    """Return the cubin from the cache folder, compiled and put there if absent. Such a folder need not be."""
+    """Return the cubin from the cache folder, compiled and put there if absent. Such a folder need not be.
+
+    The key is everything the code depends on: sources, what it is specialised for, architecture, compiler.
+    """
     from cupy.cuda import nvrtc
 
-    digest = hashlib.sha256(repr((source, sorted(defines.items()))).encode())
-    digest.update(repr((architecture, nvrtc.getVersion())).encode())
-    for file in sorted(FOLDER.glob("*.cu*")):
-        digest.update(file.name.encode() + file.read_bytes())
-    name = f"{Path(source).stem}-{architecture}-{digest.hexdigest()[:24]}.cubin"
-    try:
-        path = cache_folder() / "kernels" / "cupy_raw" / name
-        return path.read_bytes()
-    except (ConfigError, OSError):
-        path = None
-    structlog.get_logger(__name__).info(
-        "compiling a kernel, once", source=source, architecture=architecture, **defines
-    )
-    cubin = compile_kernels(source, defines, architecture).cubin
-    try:
-        write_atomically(cache_folder() / "kernels" / "cupy_raw" / name, cubin)
-    except (ConfigError, OSError):
-        structlog.get_logger(__name__).warning("the compiled kernel is not kept", kernel=name)
-    return cubin
+    facts = source, sorted(defines.items()), architecture, nvrtc.getVersion()
+    name = entry_name(f"{Path(source).stem}-{architecture}", facts, sorted(FOLDER.glob("*.cu*")))
+    return kept_code(_folder, name, lambda: compile_kernels(source, defines, architecture).cubin)
+
+
+def _folder() -> Path:
+    return cache_folder() / "kernels" / "cupy_raw"
