@@ -92,10 +92,25 @@ class DecodeStep:
             table = batch.block_tables[index]
             work.block_table[: len(table), : table.shape[1]] = up(table, np.int32, device)
 
-    def capture(self, forward: Forward) -> None:
-        """Record `forward`. Every kernel it launches has been loaded before."""
+    def num_bytes(self) -> int:
+        """Return what the tensors that a recording reads take; its logits are not among them."""
+        step = self.step
+        tensors = [step.token_ids, step.positions, step.sample_rows]
+        for group in step.groups:
+            work = group.work
+            assert work is not None, "a decode step has a work list"
+            tensors += [group.slots, work.pieces, work.merges, work.counts, work.block_table]
+            tensors += [work.partial_rows, work.partial_sums]
+        return sum(tensor.nbytes for tensor in tensors)
+
+    def capture(self, forward: Forward, pool: Any = None) -> None:
+        """Record `forward`. Every kernel it launches has been loaded before.
+
+        `pool` (torch.cuda.graph_pool_handle) is shared with other recordings: what one keeps between its
+        kernels, another may overwrite, as they run one after the other and logits are copied at once.
+        """
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=pool):
             self._logits = forward(self.step)
         self._graph = graph
 
@@ -108,10 +123,10 @@ class DecodeStep:
         return self._logits[:count].clone()
 
 
-def try_capture(step: DecodeStep, forward: Forward, bucket: int) -> bool:
+def try_capture(step: DecodeStep, forward: Forward, bucket: int, pool: Any = None) -> bool:
     """Record a step, and say whether it worked; the reason goes to the log where not."""
     try:
-        step.capture(forward)
+        step.capture(forward, pool)
     except RuntimeError as error:
         structlog.get_logger(__name__).warning(
             "decode steps run without a CUDA graph",

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from headrace.backends.batches import SequenceStep, forward_batch, sampling_batch
-from headrace.backends.gpu.buckets import buckets
 from headrace.types import DeviceMemory, EngineSettings, ForwardBatch
 
 if TYPE_CHECKING:
@@ -56,10 +55,10 @@ def largest_step(settings: EngineSettings, num_groups: int, vocab_size: int) -> 
 
 def device_memory(
     device: Device,
-    settings: EngineSettings,
     *,
     weight_bytes: int,
     activation_bytes: int,
+    graph_bytes: int,
     memory_share: float,
     num_replicas: int,
 ) -> DeviceMemory:
@@ -70,19 +69,14 @@ def device_memory(
     """
     total, free = device.total_bytes(), device.free_bytes()
     kept_free = total - int(total * memory_share)
-    graphs = 0
-    if device.can_capture:
-        # each recorded bucket keeps its own activations, which are as many as its rows
-        rows = sum(buckets(settings.max_num_sequences))
-        graphs = activation_bytes * rows // settings.max_num_sequences
-    running = activation_bytes + graphs
+    running = activation_bytes + graph_bytes
     part = (total - kept_free) // num_replicas
     return DeviceMemory(
         total_bytes=total,
         free_bytes=free,
         weight_bytes=weight_bytes,
         activation_bytes=activation_bytes,
-        graph_bytes=graphs,
+        graph_bytes=graph_bytes,
         kept_free_bytes=kept_free,
         num_replicas=num_replicas,
         most_kv_bytes=max(0, free - running),

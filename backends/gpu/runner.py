@@ -89,6 +89,7 @@ class GpuRunner(OpsRunner):
         self._gpu_ops.allocate_kv(self._groups, 1, settings.block_size)
         try:
             activation_bytes = device.peak_of(lambda: self._run_once(batch))
+            graph_bytes = self._graph_bytes(activation_bytes) if device.can_capture else 0
         except torch.OutOfMemoryError as error:
             raise ModelError(
                 f"the largest step of '{self._model_name}' does not fit the device's "
@@ -100,11 +101,19 @@ class GpuRunner(OpsRunner):
             self._gpu_ops.release_kv()
         return device_memory(
             device,
-            settings,
             weight_bytes=self._ops.weight_bytes(),
             activation_bytes=activation_bytes,
+            graph_bytes=graph_bytes,
             memory_share=self._memory_share,
             num_replicas=num_replicas,
+        )
+
+    def _graph_bytes(self, activation_bytes: int) -> int:
+        """Return what recorded steps will keep: activations that all share, each its tensors and logits."""
+        row_bytes = 4 * self._architecture.vocab_size
+        return activation_bytes + sum(
+            DecodeStep(self._gpu_ops, bucket, self._table_width).num_bytes() + bucket * row_bytes
+            for bucket in buckets(self._settings.max_num_sequences)
         )
 
     def _run_once(self, batch: ForwardBatch) -> None:
@@ -123,6 +132,7 @@ class GpuRunner(OpsRunner):
             report(1.0)
             return
         sizes = buckets(self._settings.max_num_sequences)
+        pool = torch.cuda.graph_pool_handle()
         for done, bucket in enumerate(
             reversed(sizes)
         ):  # the largest first: the others fit its memory
@@ -130,7 +140,7 @@ class GpuRunner(OpsRunner):
             step = DecodeStep(self._gpu_ops, bucket, self._table_width)
             step.run(self._forward, bucket)
             self._gpu_ops.synchronize()
-            if not try_capture(step, self._forward, bucket):
+            if not try_capture(step, self._forward, bucket, pool):
                 break
             self._decode_steps[bucket] = step
         report(1.0)

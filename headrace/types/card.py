@@ -59,7 +59,7 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     activation_bytes: int
     """What the largest step took at its peak, beside the weights."""
     graph_bytes: int
-    """What recorded decode steps will keep: an estimate from above."""
+    """What recorded decode steps will keep."""
     kept_free_bytes: int
     num_replicas: int
     """How many share the device."""

@@ -17,13 +17,18 @@ import headrace
 from headrace.backends.cupy_raw.backend import CupyRawBackend
 from headrace.backends.cupy_raw.launches import CudaKernels
 from headrace.backends.gpu.device import Device
+from headrace.backends.gpu.graphs import DecodeStep
 from headrace.backends.gpu.memory import device_memory, largest_step
+from headrace.backends.gpu.ops import GpuOps
+from headrace.backends.gpu.runner import GpuRunner
 from headrace.build import BuiltEngine, build_engine, settle_kv_memory
 from headrace.config import load_config, replica_config
 from headrace.errors import ConfigError, ModelError
+from headrace.group import SingleRank
 from headrace.interfaces import Availability, Clock
 from headrace.testing.cuda_cpu.launcher import CpuLauncher, EmulatedDevice
 from headrace.testing.cuda_cpu.memory import HeldMemory
+from headrace.testing.model_driver import open_checkpoint
 from headrace.types import DeviceMemory, EngineSettings, GenerationRequest, SamplingParams
 from headrace.types.units import about_size
 
@@ -43,8 +48,9 @@ class Recording(EmulatedDevice):
 
 
 def memory_of(device: Device, **changed: Any) -> DeviceMemory:
-    given = {"weight_bytes": 30, "activation_bytes": 10, "memory_share": 0.9, "num_replicas": 1}
-    return device_memory(device, EngineSettings(max_num_sequences=16), **given | changed)
+    given: dict[str, Any] = {"weight_bytes": 30, "activation_bytes": 10, "graph_bytes": 0}
+    given |= {"memory_share": 0.9, "num_replicas": 1}
+    return device_memory(device, **given | changed)
 
 
 def test_what_is_left_is_what_is_free_less_the_peak_and_the_part_kept_free() -> None:
@@ -56,12 +62,11 @@ def test_what_is_left_is_what_is_free_less_the_peak_and_the_part_kept_free() -> 
     assert memory.kv_bytes == 150 - 10 - 20
 
 
-def test_recorded_steps_keep_their_activations() -> None:
-    """Buckets 1, 2, 4, 8 and 16: 31 rows, where the largest step has 16."""
-    device = Recording(memory_bytes=200)
-    memory = memory_of(device, activation_bytes=16)
+def test_recorded_steps_take_theirs_too() -> None:
+    memory = memory_of(EmulatedDevice(memory_bytes=200), graph_bytes=31)
     assert memory.graph_bytes == 31
-    assert memory.most_kv_bytes == 200 - 16 - 31
+    assert memory.most_kv_bytes == 200 - 10 - 31
+    assert memory.kv_bytes == 200 - 30 - 10 - 31 - 20
 
 
 def test_replicas_share_the_device_and_the_last_one_is_content_with_what_is_free() -> None:
@@ -315,6 +320,36 @@ def test_no_step_holds_more_than_the_measured_one(build: Build) -> None:
     used = memory.peak_bytes - before
     assert 0.3 * Emulated.measured.activation_bytes < used <= Emulated.measured.activation_bytes
     engine.close()
+
+
+@needs_cuda_cpp
+@pytest.mark.kernels
+def test_recorded_steps_are_counted_before_they_are_recorded(
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
+    """Their own tensors to the byte, logits for each row of buckets 1, 2 and 4, and activations once."""
+    model = open_checkpoint(tiny_checkpoint("gemma3_text", config={"head_dim": 64}))
+    settings = EngineSettings(
+        dtype="float32", kv_dtype="float32", max_model_len=64, max_num_sequences=4,
+        max_batched_tokens=24,
+    )  # fmt: skip
+    device = Recording(2, 64 * MIB)
+    ops = GpuOps(CudaKernels(CpuLauncher(FOLDER), device), device, settings, "cupy_raw")
+    runner = GpuRunner(ops, model, SingleRank(), settings)
+    memory = runner.measure_memory(1)
+    runner.allocate(1)
+    own = 0
+    for bucket in (1, 2, 4):
+        with device.memory:
+            before = device.memory.held_bytes
+            step = DecodeStep(ops, bucket, 4)
+            took = device.memory.held_bytes - before
+        assert step.num_bytes() == took > 0
+        own += took
+        del step
+    logits = (1 + 2 + 4) * 4 * model.architecture.vocab_size
+    assert memory.graph_bytes == memory.activation_bytes + own + logits
+    runner.close()
 
 
 def test_nothing_of_torch_is_imported_before_a_backend_is_opened() -> None:
