@@ -13,7 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu.cases import ATTENTION_CASES, TOLERANCE, AttentionCase, attention_problem
+from gpu.cases import (
+    ATTENTION_CASES,
+    TOLERANCE,
+    AttentionCase,
+    attention_problem,
+    check_nan_stays,
+)
 from gpu.row_cases import DRAW_CASES, ROW_CASES, draw_small
 
 from gpu_check.stage import Stage, checkpoint_of, reason_of
@@ -34,6 +40,7 @@ def check_cases(stage: Stage) -> None:
     )
     for case in ATTENTION_CASES[: sizes.attention_cases]:
         _one(stage, f"attention: {case.name}", functools.partial(_attend, stage, case))
+    _one(stage, "attention: NaN stays in its sequence", functools.partial(_nan_stays, stage))
     for name, check in [
         *itertools.islice(ROW_CASES.items(), sizes.row_cases),
         *itertools.islice(DRAW_CASES.items(), sizes.row_cases),
@@ -57,6 +64,11 @@ def _attend(stage: Stage, case: AttentionCase) -> str:
     return f"{error:.1e}"
 
 
+def _nan_stays(stage: Stage) -> str:
+    check_nan_stays(stage.kernels, str(stage.torch_device))
+    return ""
+
+
 def _row(stage: Stage, check: Callable[[Any], None]) -> str:
     """The cases make their tensors on torch's default device."""
     torch.set_default_device(stage.torch_device)
@@ -72,8 +84,7 @@ def _row(stage: Stage, check: Callable[[Any], None]) -> str:
 
 
 def check_graphs(stage: Stage) -> None:
-    """Record a bucket's decode step; hold replays of several batches against the same step run eagerly."""
-    from headrace.backends.gpu.graphs import DecodeStep
+    """Hold recorded decode steps against eager ones: a bucket by itself, then all of a runner's in turn."""
     from headrace.backends.gpu.ops import GpuOps
     from headrace.backends.gpu.runner import GpuRunner
     from headrace.group import SingleRank
@@ -85,14 +96,33 @@ def check_graphs(stage: Stage) -> None:
         max_batched_tokens=16,
     )  # fmt: skip
     ops = GpuOps(stage.kernels, stage.device, settings, stage.backend)
-    runner = GpuRunner(ops, open_checkpoint(checkpoint_of("")), SingleRank(), settings)
+    runner: Any = GpuRunner(ops, open_checkpoint(checkpoint_of("")), SingleRank(), settings)
     runner.allocate(64)
-    prompts = [[40, 77, 12], [9, 8, 7, 6, 5], [200, 3]]
-    steps = _prefill(runner, prompts)
-    bucket, width = 4, settings.max_model_len // settings.block_size
-    recorded, eager = (DecodeStep(ops, bucket, width) for _ in range(2))
+    runner.warm_up(lambda fraction: None)
+    recorded, runner._decode_steps = dict(runner._decode_steps), {}
+    steps = _prefill(runner, [[40, 77, 12], [9, 8, 7, 6, 5], [200, 3]])
+    _check_one_bucket(stage, ops, runner, steps)
+    if sorted(recorded) != [1, 2, 4]:
+        raise RuntimeError(f"of buckets 1, 2 and 4, {sorted(recorded)} were recorded: see the log")
+    for count, num_sequences in enumerate((3, 1, 2, 3)):
+        batch = steps(count, num_sequences)
+        runner._decode_steps = recorded
+        replayed = runner.execute(batch)._logits.clone()
+        runner._decode_steps = {}
+        expected = runner.execute(batch)._logits.clone()
+        stage.device.synchronize()
+        name = f"runner's step {count} of {num_sequences} equals eager"
+        stage.judged(name, *_compared(replayed, expected))
+    runner.close()
+
+
+def _check_one_bucket(stage: Stage, ops: Any, runner: Any, steps: Callable[..., Any]) -> None:
+    """The eager step has the same shape as the recorded one, filling included."""
+    from headrace.backends.gpu.graphs import DecodeStep
+
+    recorded, eager = (DecodeStep(ops, 4, 256 // 16) for _ in range(2))
     recorded.fill(steps(0))
-    recorded.run(runner._forward, 3)  # loads every kernel
+    recorded.run(runner._forward, 3)
     stage.device.synchronize()
     recorded.capture(runner._forward)
     for count in range(3):
@@ -101,13 +131,11 @@ def check_graphs(stage: Stage) -> None:
         eager.fill(steps(count))
         expected = eager.run(runner._forward, 3).clone()
         stage.device.synchronize()
-        is_equal, note = _compared(replayed, expected)
-        stage.judged(f"replayed step {count} equals eager", is_equal, note)
-    runner.close()
+        stage.judged(f"replayed step {count} equals eager", *_compared(replayed, expected))
 
 
-def _prefill(runner: Any, prompts: Sequence[Sequence[int]]) -> Callable[[int], Any]:
-    """Compute the prompts; return what gives the batch of decode step n, a token of each sequence."""
+def _prefill(runner: Any, prompts: Sequence[Sequence[int]]) -> Callable[..., Any]:
+    """Compute the prompts; return what gives the batch of decode step n, a token of the first sequences."""
     from headrace.backends.batches import SequenceStep, forward_batch
 
     tables = [[3 * index + 2, 3 * index + 1] for index in range(len(prompts))]
@@ -116,12 +144,12 @@ def _prefill(runner: Any, prompts: Sequence[Sequence[int]]) -> Callable[[int], A
         handle.sample()
         handle.result()
 
-    def step(count: int) -> Any:
+    def step(count: int, num_sequences: int = len(prompts)) -> Any:
         rows = [
             SequenceStep([11 + 7 * count + index], len(prompt) + count, table)
             for index, (prompt, table) in enumerate(zip(prompts, tables, strict=True))
         ]
-        return forward_batch(rows, block_size=16)
+        return forward_batch(rows[:num_sequences], block_size=16)
 
     return step
 
@@ -157,9 +185,9 @@ def check_sanitizers(stage: Stage) -> None:
             env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
         )  # fmt: skip
         told = [line for line in (done.stdout + done.stderr).splitlines() if "=========" in line]
-        note = told[-1].strip("= ") if told else "a dry run: under no sanitizer"
+        note = told[-1].strip("= ") if told else ""
         if done.returncode == 0:
-            stage.judged(name, True, note)
+            stage.judged(name, True, "a dry run: under no sanitizer" if stage.is_dry else note)
         elif done.returncode == FOUND_ERRORS:
             stage.judged(name, False, told[1].strip("= ") if len(told) > 1 else note)
         else:

@@ -100,7 +100,8 @@ def _run_one(
     reason = _reason(ended, found, seconds)
     if reason:
         found.append(Figure(backend, section, "the section", None, FAILED, reason))
-        sys.stderr.write(ended.errors[-2000:])
+    if ended.status != 0:
+        sys.stderr.write(ended.errors[-4000:])
     named = {figure.name for figure in found}
     if BACKEND_FIGURE not in named:
         why = reason or next((f.note for f in found if f.verdict == FAILED), "no such line came")

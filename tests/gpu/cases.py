@@ -239,10 +239,10 @@ def check_attention(case: AttentionCase, kernels: Kernels) -> None:
     assert error < TOLERANCE[case.activation], f"{case.name}: off by {error}"
 
 
-def check_nan_stays(kernels: Kernels) -> None:
+def check_nan_stays(kernels: Kernels, device: str = "cpu") -> None:
     """A NaN among one sequence's values is in that sequence's output and in no other's."""
     case = AttentionCase("neighbours", ((1, 60), (1, 60), (2, 20)), group=2)
-    problem = attention_problem(case)
+    problem = attention_problem(case, device=device)
     problem.kv.values[problem.block_tables[1, 1], 3] = float("nan")
     out = problem.answer(kernels)
     assert out[1].isnan().all()
