@@ -108,6 +108,19 @@ class GpuRunner(OpsRunner):
             num_replicas=num_replicas,
         )
 
+    def allocate(self, num_blocks: int) -> None:
+        """ModelError where the device cannot give what the sum said, as planes are rounded up."""
+        try:
+            super().allocate(num_blocks)
+        except torch.OutOfMemoryError as error:
+            device, pool = self._gpu_ops.device, num_blocks * self.memory().kv_bytes_per_block
+            raise ModelError(
+                f"a KV pool of {num_blocks} blocks ({about_size(pool)}) "
+                f"does not fit the {about_size(device.free_bytes())} free of the device's "
+                f"{about_size(device.total_bytes())}: give less in models.*.engine.kv_memory, or lower "
+                "models.*.backend.options.memory_share"
+            ) from error
+
     def _graph_bytes(self, activation_bytes: int) -> int:
         """Return what recorded steps will keep: activations that all share, each its tensors and logits."""
         row_bytes = 4 * self._architecture.vocab_size

@@ -337,6 +337,9 @@ def test_recorded_steps_are_counted_before_they_are_recorded(
     ops = GpuOps(CudaKernels(CpuLauncher(FOLDER), device), device, settings, "cupy_raw")
     runner = GpuRunner(ops, model, SingleRank(), settings)
     memory = runner.measure_memory(1)
+    message = r"a KV pool of 4096 blocks \(128MiB\) does not fit the 6.* free of the device's 64MiB"
+    with device.memory, pytest.raises(ModelError, match=message):
+        runner.allocate(4096)
     runner.allocate(1)
     own = 0
     for bucket in (1, 2, 4):
