@@ -5,6 +5,7 @@ Steps run ahead here as on a device: each is planned and launched before the one
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from gpu.cuda_cpp import cuda_kernels, needs_cuda_cpp
 from gpu.numba_simulated import needs_numba_cuda, numba_kernels
 
+from headrace.backends.gpu.kernels import Kernels
 from headrace.backends.gpu.ops import GpuOps
 from headrace.backends.gpu.runner import GpuRunner
 from headrace.clock import SystemClock
@@ -26,6 +28,8 @@ from headrace.types import EngineSettings
 pytestmark = pytest.mark.kernels
 SIZE = {"head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 320}
 SHARED = [40, 77, 12, 300, 5, 9, 141, 60]  # two blocks
+SIZES: dict[str, dict[str, Any]] = {"llama": {}, "gemma3_text": {"sliding_window": 6}}
+"""Models, the second with a window shorter than its prompts and a block table for each kind of layer."""
 PROMPTS = [[*SHARED, 99, 31], [*SHARED, 18], [4, 8, 15], [*SHARED, 99, 32]]
 SAMPLINGS: list[dict[str, Any]] = [
     {},
@@ -61,54 +65,56 @@ def answers(driver: EngineDriver, which: list[int]) -> Answers:
     return [driver.tokens(name) for name in names]
 
 
-@pytest.fixture(scope="module")
-def model(tiny_checkpoint: Callable[..., Path]) -> LoadedModel:
-    return open_checkpoint(tiny_checkpoint("llama", config=SIZE))
+Texts = Callable[[str], tuple[LoadedModel, Answers]]
 
 
 @pytest.fixture(scope="module")
-def expected(model: LoadedModel) -> Answers:
-    """What the CPU backend gives each prompt alone, nothing cached, cut or preempted."""
+def texts(tiny_checkpoint: Callable[..., Path]) -> Texts:
+    """Return `texts(model_type)`: a tiny model, and what the CPU backend gives each prompt alone.
+
+    Nothing is cached, cut or preempted there.
+    """
     from headrace.backends.cpu.backend import CpuBackend
 
-    chosen = settings(prefix_caching=False, max_batched_tokens=64)
-    runner = CpuBackend.open(0, None, SystemClock()).create_runner(model, SingleRank(), chosen)
-    driver = drive(runner, model, chosen, 32)
-    return [answers(driver, [k])[0] for k in range(len(PROMPTS))]
+    @functools.cache
+    def texts(model_type: str) -> tuple[LoadedModel, Answers]:
+        model = open_checkpoint(tiny_checkpoint(model_type, config=SIZE | SIZES[model_type]))
+        chosen = settings(prefix_caching=False, max_batched_tokens=64)
+        runner = CpuBackend.open(0, None, SystemClock()).create_runner(model, SingleRank(), chosen)
+        driver = drive(runner, model, chosen, 32)
+        return model, [answers(driver, [k])[0] for k in range(len(PROMPTS))]
+
+    return texts
 
 
-@pytest.fixture(
-    params=[
-        pytest.param((cuda_kernels, "cupy_raw"), marks=needs_cuda_cpp, id="cupy_raw"),
-        pytest.param((numba_kernels, "cuda_numba"), marks=needs_numba_cuda, id="cuda_numba"),
-    ]
-)
-def make(request: pytest.FixtureRequest, model: LoadedModel) -> Callable[..., EngineDriver]:
-    """Return `make(num_blocks, **settings)`: an engine over the emulated device."""
-    kernels_of, name = request.param
-
-    def make(num_blocks: int, **changed: Any) -> EngineDriver:
-        chosen = settings(**changed)
-        ops = GpuOps(kernels_of()[0], EmulatedDevice(num_multiprocessors=1), chosen, name)
-        runner = GpuRunner(ops, model, SingleRank(), chosen)
-        assert runner.runs_ahead
-        return drive(runner, model, chosen, num_blocks)
-
-    return make
-
-
-def test_the_texts_are_worth_comparing(expected: Answers) -> None:
+@pytest.mark.parametrize("model_type", SIZES)
+def test_the_texts_are_worth_comparing(texts: Texts, model_type: str) -> None:
+    _, expected = texts(model_type)
     assert len({tuple(tokens) for tokens in expected}) == len(PROMPTS)
     assert all(len(tokens) == MAX_TOKENS for tokens in expected)
 
 
+@pytest.mark.parametrize(
+    ("kernels_of", "name", "model_type"),
+    [
+        pytest.param(cuda_kernels, "cupy_raw", "llama", marks=needs_cuda_cpp),
+        pytest.param(cuda_kernels, "cupy_raw", "gemma3_text", marks=needs_cuda_cpp),
+        pytest.param(numba_kernels, "cuda_numba", "llama", marks=needs_numba_cuda),
+    ],
+)
 def test_cut_cached_and_preempted_texts_equal_the_cpu_backends(
-    make: Callable[..., EngineDriver], expected: Answers
+    texts: Texts, kernels_of: Callable[[], tuple[Kernels, Any]], name: str, model_type: str
 ) -> None:
     """At once: longer than a step, two prompts find the first one's prefix, the pool is too small for all."""
-    driver = make(9)
+    (model, expected), chosen = texts(model_type), settings()
+    kernels, launcher = kernels_of()
+    ops = GpuOps(kernels, EmulatedDevice(num_multiprocessors=1), chosen, name)
+    runner = GpuRunner(ops, model, SingleRank(), chosen)
+    assert runner.runs_ahead
+    driver = drive(runner, model, chosen, 9)
     assert answers(driver, [0, 1, 2, 3]) == expected
     stats = driver.engine.stats()
     assert stats.prefix_hit_tokens_total >= len(SHARED)
     assert stats.preemptions_total > 0
     assert len(PROMPTS[0]) > LIMITS["max_batched_tokens"]
+    assert launcher.num_launches > stats.steps_total
