@@ -329,8 +329,8 @@ def size_pool(settings: EngineSettings, runner: Runner, name: str) -> tuple[Engi
             model=name,
             asked=settings.max_model_len,
             max_model_len=held,
-            kv_memory=format_size(settings.kv_memory_bytes),
-            needed=format_size(per_block * blocks_per_sequence),
+            kv_memory=about_size(settings.kv_memory_bytes),
+            needed=about_size(per_block * blocks_per_sequence),
         )
         settings = msgspec.structs.replace(settings, max_model_len=held)
     return settings, num_blocks
