@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 import re
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from gpu.cuda_builds import MUTANTS, SANITIZED
 from gpu.cuda_cpp import needs_cuda_cpp
-from gpu.sanitized import NOTICED, run_apart
+from gpu.sanitized import NOTICED, UNPLANTED, endings, jobs_of
 
 pytestmark = [needs_cuda_cpp, pytest.mark.kernels]
 
 
-@pytest.mark.parametrize("mode", ["address,undefined", "thread"])
+MODES = ("none", "address,undefined", "thread")
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
 def test_sanitizers_find_nothing(mode: str) -> None:
-    halves = SANITIZED[::2], SANITIZED[1::2]
-    with ThreadPoolExecutor(2) as pool:
-        for done in pool.map(lambda checks: run_apart(mode, "-", checks), halves):
-            assert done.returncode == 0, done.stderr[-3000:]
+    for done in endings(mode)[: len(UNPLANTED)]:
+        assert done.status == 0, done.errors[-3000:]
 
 
-@pytest.mark.parametrize("mode", ["none", "address,undefined", "thread"])
+@pytest.mark.parametrize("mode", MODES)
 def test_every_planted_fault_is_noticed(mode: str) -> None:
     """A barrier, a wait, a bound or a reduction less: each makes its check fail."""
-    planted = [(define, check) for (define, check), how in MUTANTS.items() if how == mode]
-    with ThreadPoolExecutor(2) as pool:
-        ended = list(pool.map(lambda pair: run_apart(mode, pair[0], (pair[1],)), planted))
+    ended = endings(mode)
     survived = [
-        (pair, done.stderr[-500:])
-        for pair, done in zip(planted, ended, strict=True)
-        if "g++ refuses" in done.stderr or not re.search(NOTICED[mode], done.stderr)
+        (define, checks, done.errors[-500:])
+        for (define, checks), done in zip(jobs_of(mode), ended, strict=True)
+        if define != "-"
+        and ("g++ refuses" in done.errors or not re.search(NOTICED[mode], done.errors))
     ]
     assert not survived
