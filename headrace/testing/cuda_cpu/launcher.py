@@ -7,7 +7,10 @@ the emulated GPU of the tests. Everything else of a backend runs unchanged on th
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import functools
 import hashlib
+import os
 import re
 import shutil
 import subprocess
@@ -29,7 +32,7 @@ HERE = Path(__file__).parent
 ORDERS = ("forward", "reverse", "random")
 _KERNEL = re.compile(r'extern "C" __global__ void __launch_bounds__\([^)]*\)\s*(\w+)\(')
 _FLAGS = (
-    "-std=gnu++17", "-g1", "-fPIC", "-shared", "-w", "-ffp-contract=off", "-fno-strict-aliasing",
+    "-std=gnu++17", "-g1", "-fPIC", "-w", "-ffp-contract=off", "-fno-strict-aliasing",
     "-fno-gnu-unique", "-fvisibility=hidden",
 )  # fmt: skip
 
@@ -124,29 +127,63 @@ class CpuLauncher:
         text = (self._folder / source).read_text()
         exports = "".join(f"CUDA_CPU_EXPORT({name})\n" for name in _KERNEL.findall(text))
         code = f'#include "cuda_cpu.h"\n#include "{source}"\n{exports}'
-        flags = [*_FLAGS, "-O1", f"-I{HERE}", f"-I{self._folder}", f"-I{cuda_include()}"]
-        flags += [f"-D{name}={value}" for name, value in sorted(defines.items())]
+        common = [*_FLAGS, "-O1", f"-I{cuda_include()}"]
         if self._sanitize:
-            flags += [f"-fsanitize={self._sanitize}", "-fno-omit-frame-pointer"]
-            flags += ["-fno-sanitize-recover=undefined"] if "undefined" in self._sanitize else []
+            common += [f"-fsanitize={self._sanitize}", "-fno-omit-frame-pointer"]
+            common += ["-fno-sanitize-recover=undefined"] if "undefined" in self._sanitize else []
+        flags = [*common, f"-I{HERE}", f"-I{self._folder}"]
+        flags += [f"-D{name}={value}" for name, value in sorted(defines.items())]
         sources = [*sorted(HERE.glob("*.h")), *sorted(self._folder.glob("*.cu*"))]
         digest = hashlib.sha256("\0".join([code, *flags]).encode())
         for file in sources:
             digest.update(file.read_bytes())
         target = cache_folder() / "cuda_cpu" / f"{digest.hexdigest()[:24]}.so"
         if not target.exists():
-            _run_compiler(code, flags, target)
+            # found before cuda_cpu.h itself, and passed over where g++ cannot use it
+            header = _parsed_header(common, self._sanitize or "plain")
+            _run_compiler(code, [f"-I{header}", *flags], target)
         return target
 
 
 def _run_compiler(code: str, flags: Sequence[str], target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_suffix(f".{id(flags)}.part")
-    command = ["g++", *flags, "-x", "c++", "-", "-o", str(partial)]
+    partial = target.with_suffix(f".{os.getpid()}.part")
+    command = ["g++", *flags, "-shared", "-x", "c++", "-", "-o", str(partial)]
     done = subprocess.run(command, input=code, capture_output=True, text=True, check=False)
     if done.returncode:
         raise KernelError(f"g++ refuses the kernel:\n{done.stderr[:4000]}")
     partial.replace(target)
+
+
+@functools.cache
+def _compiler_version() -> str:
+    done = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def _parsed_header(flags: Sequence[str], name: str) -> Path:
+    """Return a folder with cuda_cpu.h already parsed for these flags: most of a kernel's compile time.
+
+    One of 64 MB is kept per sanitizer. g++ itself refuses it where a flag that matters differs.
+    """
+    digest = hashlib.sha256("\0".join([_compiler_version(), *flags]).encode())
+    for file in sorted(HERE.glob("*.h")):
+        digest.update(file.read_bytes())
+    kept = cache_folder() / "cuda_cpu"
+    folder = kept / f"header-{name}-{digest.hexdigest()[:24]}"
+    target = folder / "cuda_cpu.h.gch"
+    folder.mkdir(parents=True, exist_ok=True)
+    with (kept / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # processes that want it at once wait for the first one
+        if target.exists():
+            return folder
+        for old in set(kept.glob(f"header-{name}-*")) - {folder}:
+            shutil.rmtree(old, ignore_errors=True)
+        partial = folder / "partial"
+        command = ["g++", *flags, "-x", "c++-header", str(HERE / "cuda_cpu.h"), "-o", str(partial)]
+        if subprocess.run(command, capture_output=True, check=False).returncode == 0:
+            partial.replace(target)
+    return folder
 
 
 def _argument(value: Any) -> ctypes.Array[Any] | ctypes.c_void_p:
