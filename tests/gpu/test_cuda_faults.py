@@ -6,12 +6,9 @@ import re
 
 import pytest
 from gpu.cuda_cpp import needs_cuda_cpp
-from gpu.sanitized import NOTICED, UNPLANTED, endings, jobs_of
+from gpu.sanitized import MODES, NOTICED, UNPLANTED, endings, jobs_of
 
 pytestmark = [needs_cuda_cpp, pytest.mark.kernels]
-
-
-MODES = ("none", "address,undefined", "thread")
 
 
 @pytest.mark.parametrize("mode", MODES[1:])
