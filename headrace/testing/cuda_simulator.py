@@ -101,8 +101,7 @@ class Block:
                     ready.reverse()
                 elif self.launch.order == "random":
                     rng.shuffle(ready)
-                for thread in ready:
-                    self._step(thread)
+                self._step(ready)
                 alive = [thread for thread in alive if not thread.dead]
                 for warp in range(len(self.warp_barriers)):
                     self._meet_warp(warp)
@@ -113,10 +112,12 @@ class Block:
                     thread.throw()
             self.threads.clear()  # no cycles are left for the garbage collector
 
-    def _step(self, thread: Thread) -> None:
-        thread.parent = getcurrent()
+    def _step(self, ready: list[Thread]) -> None:
+        """Give each its turn. A thread's parent is the greenlet that made it, which runs this."""
+        thread = ready[0]
         try:
-            thread.switch()
+            for thread in ready:
+                thread.switch()
         except (SimulatorError, IndexError) as error:
             raise SimulatorError(
                 f"thread {thread.index} of block {self.point.x},{self.point.y}: {error}"
@@ -141,6 +142,11 @@ class Block:
 
     def _meet_warp(self, warp: int) -> None:
         lanes = self.threads[warp * 32 : warp * 32 + 32]
+        waits = lanes[0].waits
+        if waits is not None and waits[1] == FULL_MASK and len(lanes) == 32:
+            if not any(lane.waits != waits or lane.dead for lane in lanes):  # nearly always so
+                self._answer(warp, lanes)
+                return
         for first in lanes:
             if first.dead or first.waits is None or first.waits[0] == "syncthreads":
                 continue
@@ -155,11 +161,14 @@ class Block:
             if any(thread.waits != first.waits for thread in named):
                 found = sorted({str(thread.waits) for thread in named})
                 raise SimulatorError(f"lanes of a warp meet in different collectives: {found}")
-            values = {thread.index % 32: thread.value for thread in named}
-            for thread in named:
-                thread.answers, thread.waits = values, None
-            if len(named) == len(lanes):
-                self.warp_barriers[warp] += 1
+            self._answer(warp, named)
+
+    def _answer(self, warp: int, named: list[Thread]) -> None:
+        values = {thread.index % 32: thread.value for thread in named}
+        for thread in named:
+            thread.answers, thread.waits = values, None
+        if len(named) == len(self.threads[warp * 32 : warp * 32 + 32]):
+            self.warp_barriers[warp] += 1
 
 
 def _line_of(thread: Thread) -> str:
