@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import importlib
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -244,12 +247,11 @@ def _pretend_capture(
 def checkpoint_of(model: str) -> Path:
     """Return the path of a model, fetched where it is absent; "": a tiny one of random numbers."""
     if not model:
-        import tempfile
-
         from headrace.testing.tiny_models import write_tiny_checkpoint
 
         size = {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
         folder = Path(tempfile.mkdtemp(prefix="gpu-check-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
         return write_tiny_checkpoint(folder, "llama", config=size, dtype="bfloat16")
     from headrace.models.sources import fetch
 
