@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 from gpu.budget import allowed_by, assert_no_local_memory, assert_within, row_of
 from gpu.cuda_builds import ARCHITECTURES, BUILDS
+from gpu.machine_code import builds
 
-from headrace.backends.cupy_raw.compiling import FOLDER, compile_kernels
-from headrace.testing.cubins import missing_disassembler, read_facts
+from headrace.backends.cupy_raw.compiling import FOLDER
+from headrace.testing.cubins import missing_disassembler
 
 TABLE = Path(__file__).parent / "budget_cuda.json"
 _reason = missing_disassembler() or ("" if find_spec("cupy") else "no cupy: install 'kernels'")
@@ -26,10 +27,8 @@ pytestmark = [pytest.mark.skipif(bool(_reason), reason=_reason), pytest.mark.ker
 @pytest.mark.parametrize("name", BUILDS)
 def test_machine_code_is_within_the_budget(name: str, architecture: str) -> None:
     """Registers at most, wide loads and those in flight at least as in the table; nothing in local memory."""
-    source, defines = BUILDS[name]
-    compiled = compile_kernels(source, defines, architecture)
     rows = {}
-    for kernel, facts in read_facts(compiled.cubin).items():
+    for kernel, facts in builds.facts("cuda", name, architecture).items():
         assert_no_local_memory(facts, kernel)
         rows[kernel] = row_of(facts)
     allowed = allowed_by(TABLE, name, architecture, rows)

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 from gpu.budget import allowed_by, assert_no_local_memory, assert_within, row_of
-from gpu.numba_builds import ARCHITECTURES, BUILDS, defines_for
+from gpu.machine_code import builds
+from gpu.numba_builds import ARCHITECTURES, BUILDS
 from gpu.numba_simulated import needs_numba_cuda
 
-from headrace.testing.cubins import missing_disassembler, read_facts
+from headrace.testing.cubins import missing_disassembler
 
 TABLE = Path(__file__).parent / "budget_numba.json"
 _reason = missing_disassembler()
@@ -27,17 +28,12 @@ pytestmark = [
 @pytest.mark.parametrize("name", BUILDS)
 def test_machine_code_is_within_the_budget(name: str, architecture: str) -> None:
     """Registers at most, wide loads and copies at least as in the table; nothing in local memory."""
-    from headrace.backends.cuda_numba.compiling import compile_kernel, make_source
-
-    source, kernel, _ = BUILDS[name]
-    defines = defines_for(BUILDS[name], architecture)
-    if defines is None:
+    found = builds.facts("numba", name, architecture)
+    if not found:
         pytest.skip(f"{architecture} computes this with another kernel")
-    made = make_source(source, kernel, defines)
-    compiled = compile_kernel(made, architecture)
-    found = read_facts(compiled.cubin)  # divisions and, on sm_80, shuffles bring functions along
-    for each, facts in found.items():
+    for each, facts in found.items():  # divisions and, on sm_80, shuffles bring functions along
         assert_no_local_memory(facts, each)
-    row = row_of(found[compiled.name])
+    kernel = next(iter(found))
+    row = row_of(found[kernel])
     del row["loads_in_flight"]  # no column of this table
     assert_within(row, allowed_by(TABLE, name, architecture, row), kernel)
