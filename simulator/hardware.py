@@ -131,7 +131,9 @@ def from_document(document: Mapping[str, Any]) -> Hardware:
             base_seconds=max(
                 overhead["engine_seconds_per_step"], overhead.get("served_seconds_per_step", 0.0)
             ),
-            seconds_per_sequence=overhead["engine_seconds_per_sequence"],
+            # each further stream's token takes a core from the step for as long as the gateway needs
+            seconds_per_sequence=overhead["engine_seconds_per_sequence"]
+            + (overhead.get("gateway_seconds_per_token") or 0.0),
         ),
     )
     model = document["model"]
