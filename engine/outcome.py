@@ -42,10 +42,10 @@ class Outcome:
 
         What a step launched ahead computed for a choice that ended meanwhile is dropped.
         """
-        return self._apply(plan, _Rows(result), now)
+        return self._apply(plan, _Rows(result.token_ids.tolist(), result), now)
 
     def _apply(
-        self, plan: BatchPlan, rows: _Rows | _DrawnRows, now: float
+        self, plan: BatchPlan, rows: _Rows, now: float
     ) -> tuple[list[TokenEvent], list[tuple[int, int]]]:
         events: list[TokenEvent] = []
         copies: list[tuple[int, int]] = []
@@ -71,7 +71,7 @@ class Outcome:
         """Return the events of a run, one per choice that has news; more than one step are all decodes."""
         now = run.times[-1]
         if len(run.times) == 1:
-            return self._apply(plan, _DrawnRows([drawn[0] for drawn in run.token_ids]), now)[0]
+            return self._apply(plan, _Rows([drawn[0] for drawn in run.token_ids]), now)[0]
         for entry, token_ids in zip(plan.entries, run.token_ids, strict=True):
             entry.sequence.token_ids.extend(token_ids)
         fill_blocks(plan, self._kv_cache, [start, *run.times[:-1]])
@@ -109,9 +109,7 @@ class Outcome:
         sequence.num_computed_tokens += entry.num_tokens
         self._kv_cache.publish(sequence)
 
-    def _take_scores(
-        self, entry: PlannedSequence, rows: _Rows | _DrawnRows, first_row: int
-    ) -> None:
+    def _take_scores(self, entry: PlannedSequence, rows: _Rows, first_row: int) -> None:
         family = entry.sequence.family
         num_logprobs = family.request.sampling.prompt_logprobs or 0
         assert self._tokenizer is not None, "log probabilities spell their tokens"
@@ -122,7 +120,7 @@ class Outcome:
     def _draw(
         self,
         entry: PlannedSequence,
-        rows: _Rows | _DrawnRows,
+        rows: _Rows,
         first_row: int,
         out: tuple[list[TokenEvent], list[tuple[int, int]]],
         now: float,
@@ -142,7 +140,7 @@ class Outcome:
         self._say(leader, self._take_token(leader, rows, first_row, now), events, now)
 
     def _take_token(
-        self, sequence: Sequence, rows: _Rows | _DrawnRows, row: int, now: float
+        self, sequence: Sequence, rows: _Rows, row: int, now: float
     ) -> TokenEvent | None:
         token_id = rows.token_ids[row]
         if rows.has_logprobs:
@@ -211,45 +209,31 @@ class Outcome:
 
 
 class _Rows:
-    """A StepResult as plain Python values, converted once."""
+    """A StepResult as plain Python values, converted once; of virtual time, drawn tokens alone."""
 
     __slots__ = ("_failed", "_logprobs", "_result", "has_logprobs", "token_ids")
 
-    def __init__(self, result: StepResult) -> None:
+    def __init__(self, token_ids: list[int], result: StepResult | None = None) -> None:
         self._result = result
-        self.token_ids: list[int] = result.token_ids.tolist()
-        self._logprobs = None if result.logprobs is None else result.logprobs.tolist()
+        self.token_ids = token_ids
+        self._logprobs = self._failed = None
+        if result is not None:
+            self._logprobs = None if result.logprobs is None else result.logprobs.tolist()
+            self._failed = result.failed.tolist() if result.failed.any() else None
         self.has_logprobs = self._logprobs is not None
-        self._failed = result.failed.tolist() if result.failed.any() else None
 
     def any_failed(self, start: int, end: int) -> bool:
         return self._failed is not None and any(self._failed[start:end])
 
     def token_row(self, row: int) -> TokenRow:
         token_id = self.token_ids[row]
-        if self._logprobs is None:
+        if self._logprobs is None or self._result is None:
             return TokenRow(token_id)
         top_ids, top_logprobs = self._result.top_token_ids, self._result.top_logprobs
         top: tuple[tuple[int, float], ...] = ()
         if top_ids is not None and top_logprobs is not None:
             top = tuple(zip(top_ids[row].tolist(), top_logprobs[row].tolist(), strict=True))
         return TokenRow(token_id, self._logprobs[row], top)
-
-
-class _DrawnRows:
-    """Drawn tokens and nothing else, as virtual time gives them."""
-
-    __slots__ = ("token_ids",)
-    has_logprobs = False
-
-    def __init__(self, token_ids: list[int]) -> None:
-        self.token_ids = token_ids
-
-    def any_failed(self, start: int, end: int) -> bool:
-        return False
-
-    def token_row(self, row: int) -> TokenRow:
-        return TokenRow(self.token_ids[row])
 
 
 def _with_prompt(sequence: Sequence, event: TokenEvent) -> TokenEvent:
