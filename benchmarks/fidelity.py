@@ -26,6 +26,7 @@ from headrace.config.schema import replica_config
 from headrace.load import LoadPlan, LoadReport, PlannedRequest, run_load
 from headrace.load.profile import Sample, fit, measure_again, measure_profile
 from headrace.load.report import FRACTIONS, percentile
+from headrace.simulator.figures import latencies
 from headrace.simulator.hardware import Hardware, from_document, from_profile
 from headrace.simulator.outcomes import Outcomes
 from headrace.simulator.prompts import PromptMaker
@@ -107,11 +108,9 @@ class Latencies:
         self.tpot += report.seconds("tpot")
 
     def add_simulated(self, outcomes: Outcomes) -> None:
-        rows = zip(outcomes.trace.requests, outcomes.first_token_at, outcomes.end_at, strict=True)
-        for request, first, end in rows:
-            self.ttft.append(first - request.at)
-            if request.num_output_tokens > 1:
-                self.tpot.append((end - first) / (request.num_output_tokens - 1))
+        ttft, tpot, _ = latencies(outcomes)
+        self.ttft += ttft.tolist()
+        self.tpot += tpot.tolist()
 
 
 def compare(name: str, real: Latencies, simulated: Latencies) -> dict[str, Any]:

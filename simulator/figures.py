@@ -34,9 +34,7 @@ def figures(outcomes: Outcomes, name: str, level: ServiceLevel) -> dict[str, Any
     output = np.array([request.num_output_tokens for request in requests], np.int64)
     first, end = np.array(outcomes.first_token_at), np.array(outcomes.end_at)
     served = ~np.isnan(end)
-    ttft, e2e = (first - at)[served], (end - at)[served]
-    several = output > 1
-    tpot = ((end - first) / np.maximum(output - 1, 1))[served & several]
+    ttft, tpot, e2e = latencies(outcomes)
     seconds = float(end[served].max()) if served.any() else 0.0
     seconds = max(seconds, 1e-9)
     good = _good(at, first, end, output, level)
@@ -70,6 +68,17 @@ def figures(outcomes: Outcomes, name: str, level: ServiceLevel) -> dict[str, Any
         ],
         **_tenants(outcomes, at, first, end, (prompt, output)),
     }
+
+
+def latencies(outcomes: Outcomes) -> tuple[Floats, Floats, Floats]:
+    """Return TTFT, TPOT and E2E of the requests that were served, in seconds; TPOT of more than one token."""
+    requests = outcomes.trace.requests
+    at = np.array([request.at for request in requests])
+    output = np.array([request.num_output_tokens for request in requests], np.int64)
+    first, end = np.array(outcomes.first_token_at), np.array(outcomes.end_at)
+    served = ~np.isnan(end)
+    tpot = ((end - first) / np.maximum(output - 1, 1))[served & (output > 1)]
+    return (first - at)[served], tpot, (end - at)[served]
 
 
 def _good(
