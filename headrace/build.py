@@ -80,13 +80,7 @@ def build_engine(
     policies = config.model.policies
     limits = GuardLimits()
     scheduling, eviction = create_guards(registries, policies, base_dir, limits)
-    quantization = create(registries, "quantization", policies.quantization, base_dir)
-    backend = open_backend(registries, config.model.backend, base_dir, clock)
-    model = open_model_source(config, registries, report)
-    settings = settings_for(config, model, backend)
-    runner, settings, num_blocks = load_runner(
-        backend, model, settings, quantization, report, config.replicas_on_host
-    )
+    runner, model, settings, num_blocks = open_runner(config, registries, clock, report)
     engine = Engine(
         runner,
         model=ServedModel(
@@ -109,6 +103,21 @@ def build_engine(
         limits.watchdog,
     )
     return BuiltEngine(engine=engine, card=card, switch=switch)
+
+
+def open_runner(
+    config: ReplicaConfig, registries: Registries, clock: Clock, report: Report
+) -> tuple[Runner, LoadedModel, EngineSettings, int]:
+    """Return a replica's runner, warm and with its pool of so many blocks, its model and its settings."""
+    base_dir = pathlib.Path(config.base_dir)
+    quantization = create(registries, "quantization", config.model.policies.quantization, base_dir)
+    backend = open_backend(registries, config.model.backend, base_dir, clock)
+    model = open_model_source(config, registries, report)
+    settings = settings_for(config, model, backend)
+    runner, settings, num_blocks = load_runner(
+        backend, model, settings, quantization, report, config.replicas_on_host
+    )
+    return runner, model, settings, num_blocks
 
 
 def create_tokenizer(model: LoadedModel) -> Tokenizer:
@@ -277,16 +286,22 @@ def settle_kv_memory(
 
 def arithmetic(memory: DeviceMemory) -> str:
     """Return where a device's memory goes, as one line."""
-    parts = {
-        "device": memory.total_bytes,
+    words = {"total": "device", "activations": "activations at the peak", "kept_free": "kept free"}
+    parts = [f"{words.get(name, name)} {size}" for name, size in _sizes(memory).items()]
+    shared = f", shared by {memory.num_replicas} replicas" if memory.num_replicas > 1 else ""
+    return ", ".join(parts) + shared
+
+
+def _sizes(memory: DeviceMemory) -> dict[str, str]:
+    sizes = {
+        "total": memory.total_bytes,
         "free": memory.free_bytes,
         "weights": memory.weight_bytes,
-        "activations at the peak": memory.activation_bytes,
+        "activations": memory.activation_bytes,
         "graphs": memory.graph_bytes,
-        "kept free": memory.kept_free_bytes,
+        "kept_free": memory.kept_free_bytes,
     }
-    shared = f", shared by {memory.num_replicas} replicas" if memory.num_replicas > 1 else ""
-    return ", ".join(f"{name} {about_size(size)}" for name, size in parts.items()) + shared
+    return {name: about_size(size) for name, size in sizes.items()}
 
 
 def say_memory(memory: DeviceMemory, settings: EngineSettings, num_blocks: int, name: str) -> None:
@@ -294,12 +309,7 @@ def say_memory(memory: DeviceMemory, settings: EngineSettings, num_blocks: int, 
     structlog.get_logger(__name__).info(
         "device memory",
         model=name,
-        total=about_size(memory.total_bytes),
-        free=about_size(memory.free_bytes),
-        weights=about_size(memory.weight_bytes),
-        activations=about_size(memory.activation_bytes),
-        graphs=about_size(memory.graph_bytes),
-        kept_free=about_size(memory.kept_free_bytes),
+        **_sizes(memory),
         replicas=memory.num_replicas,
         kv_memory=about_size(settings.kv_memory_bytes),
         blocks=num_blocks,

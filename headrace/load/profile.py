@@ -10,7 +10,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ import anyio
 import numpy as np
 
 from headrace.backends.batches import SequenceStep, forward_batch, sampling_batch
-from headrace.build import create, load_runner, open_backend, open_model_source, settings_for
+from headrace.build import open_runner
 from headrace.clock import SystemClock
 from headrace.config import ReplicaConfig
 from headrace.load.client import run_load
@@ -83,12 +83,7 @@ def measure_profile(
             "max_num_sequences": settings.max_num_sequences,
             "max_batched_tokens": settings.max_batched_tokens,
         },
-        "step_time": {
-            "base_seconds": formula.base_seconds,
-            "seconds_per_prefill_token": formula.seconds_per_prefill_token,
-            "seconds_per_sequence": formula.seconds_per_sequence,
-            "seconds_per_kv_row": formula.seconds_per_kv_row,
-        },
+        "step_time": asdict(formula),
         "fit": {"mean_relative_error": mean_relative_error(formula, samples)},
         "overhead": measure_overhead()
         | measure_gateway(config, report)
@@ -118,18 +113,11 @@ def _loaded(
     manager = create_plugin_manager(
         discover=config.plugins.discover, blocked=config.plugins.blocked
     )
-    registries, base_dir = Registries.from_manager(manager), Path(config.base_dir)
-    quantization = create(registries, "quantization", config.model.policies.quantization, base_dir)
-    backend = open_backend(registries, config.model.backend, base_dir, SystemClock())
-    model = open_model_source(config, registries, report)
-    settings = settings_for(config, model, backend)
-    runner, settings, num_blocks = load_runner(
-        backend, model, settings, quantization, report, config.replicas_on_host
-    )
+    opened = open_runner(config, Registries.from_manager(manager), SystemClock(), report)
     try:
-        yield runner, model, settings, num_blocks
+        yield opened
     finally:
-        runner.close()
+        opened[0].close()
 
 
 def cpu_name() -> str:
