@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import importlib
 import shutil
 import tempfile
 import time
@@ -19,10 +18,6 @@ import torch
 
 from gpu_check.figures import FAILED, OK, SKIPPED, WRONG, Figure, measured
 
-BACKENDS = {
-    "cupy_raw": "headrace.backends.cupy_raw.backend:CupyRawBackend",
-    "cuda_numba": "headrace.backends.cuda_numba.backend:CudaNumbaBackend",
-}
 TIMED_RUNS = 30
 SWEPT_BYTES = 1 << 30
 """Written before each timed run: many times any card's L2 cache, and a quarter of a millisecond of an H200."""
@@ -152,9 +147,12 @@ def reason_of(error: BaseException) -> str:
 
 
 def load_backend(name: str) -> Any:
-    """Return the class of a GPU backend. KeyError where there is none of that name."""
-    module, _, class_name = BACKENDS[name].partition(":")
-    return getattr(importlib.import_module(module), class_name)
+    """Return the class of a backend. PluginError where there is none of that name."""
+    from headrace.plugins.manager import create_plugin_manager
+    from headrace.plugins.registry import Registries
+
+    registries = Registries.from_manager(create_plugin_manager(discover=False))
+    return registries.resolve("backends", name, Path())
 
 
 @contextlib.contextmanager
@@ -183,11 +181,12 @@ def emulated(backend: str) -> Iterator[None]:
     chosen = load_backend(backend)
     there = classmethod(lambda cls: Availability(True))
     opened = classmethod(lambda cls, index, options, clock: cls(_emulated_device()))
-    make = EMULATED_KERNELS[backend]
     with (
         mock.patch.object(chosen, "probe", there),
         mock.patch.object(chosen, "open", opened),
-        mock.patch.object(chosen, "_make_kernels", lambda self, device: make(device)),
+        mock.patch.object(
+            chosen, "_make_kernels", lambda self, device: _emulated_kernels(backend, device)
+        ),
         mock.patch.object(DecodeStep, "capture", _pretend_capture),
         mock.patch.object(torch.cuda, "graph_pool_handle", lambda: (0, 0)),
     ):
@@ -203,26 +202,14 @@ def _emulated_device() -> Any:
     return device
 
 
-def _emulated_cuda(device: Any) -> Any:
-    import headrace.backends.cupy_raw
-    from headrace.backends.cupy_raw.launches import CudaKernels
-    from headrace.testing.cuda_cpu.launcher import CpuLauncher
+def _emulated_kernels(backend: str, device: Any) -> Any:
+    if backend == "cupy_raw":
+        from gpu.cuda_cpp import cuda_kernels
 
-    folder = Path(headrace.backends.cupy_raw.__file__).parent / "cuda"
-    return CudaKernels(CpuLauncher(folder), device)
+        return cuda_kernels(device=device)[0]
+    from gpu.numba_simulated import numba_kernels
 
-
-def _emulated_numba(device: Any) -> Any:
-    from headrace.backends.cuda_numba.launches import NumbaKernels
-    from headrace.testing.cuda_numba import SimulatorLauncher
-
-    return NumbaKernels(SimulatorLauncher(), device)
-
-
-EMULATED_KERNELS: Mapping[str, Callable[[Any], Any]] = {
-    "cupy_raw": _emulated_cuda,
-    "cuda_numba": _emulated_numba,
-}
+    return numba_kernels(device=device)[0]
 
 
 class _Pretended:

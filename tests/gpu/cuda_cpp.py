@@ -9,6 +9,7 @@ import pytest
 
 import headrace.backends.cupy_raw
 from headrace.backends.cupy_raw.launches import CudaKernels
+from headrace.backends.gpu.device import Device
 from headrace.testing.cuda_cpu.launcher import CpuLauncher, EmulatedDevice, missing_tools
 
 FOLDER = Path(headrace.backends.cupy_raw.__file__).parent / "cuda"
@@ -17,8 +18,14 @@ needs_cuda_cpp = pytest.mark.skipif(bool(_reason), reason=f"CUDA C++ on the CPU:
 
 
 def cuda_kernels(
-    defines: Mapping[str, int | str] | None = None, sanitize: str = ""
+    defines: Mapping[str, int | str] | None = None,
+    sanitize: str = "",
+    *,
+    device: Device | None = None,
 ) -> tuple[CudaKernels, CpuLauncher]:
-    """Return the kernels, compiled with `defines` on top (a planted fault), and their launcher."""
+    """Return the kernels, compiled with `defines` on top (a planted fault), and their launcher.
+
+    `device`: what they plan for; None: an emulated one with nothing said about it.
+    """
     launcher = CpuLauncher(FOLDER, sanitize=sanitize, extra_defines=defines)
-    return CudaKernels(launcher, EmulatedDevice()), launcher
+    return CudaKernels(launcher, device or EmulatedDevice()), launcher

@@ -11,6 +11,7 @@ import pytest
 
 if TYPE_CHECKING:
     from headrace.backends.cuda_numba.launches import NumbaKernels
+    from headrace.backends.gpu.device import Device
     from headrace.testing.cuda_numba import SimulatorLauncher
 
 MISSING = [
@@ -24,12 +25,15 @@ needs_numba_cuda = pytest.mark.skipif(
 
 
 def numba_kernels(
-    modules: Mapping[str, ModuleType] | None = None,
+    modules: Mapping[str, ModuleType] | None = None, *, device: Device | None = None
 ) -> tuple[NumbaKernels, SimulatorLauncher]:
-    """Return the kernels and the launcher that runs them on the CPU; `modules` replace some of them."""
+    """Return the kernels and the launcher that runs them on the CPU; `modules` replace some of them.
+
+    `device`: what they plan for; None: an emulated one with nothing said about it.
+    """
     from headrace.backends.cuda_numba.launches import NumbaKernels
     from headrace.testing.cuda_cpu.launcher import EmulatedDevice
     from headrace.testing.cuda_numba import SimulatorLauncher
 
     launcher = SimulatorLauncher(modules)
-    return NumbaKernels(launcher, EmulatedDevice()), launcher
+    return NumbaKernels(launcher, device or EmulatedDevice()), launcher

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import structlog
-from gpu.cuda_cpp import FOLDER, needs_cuda_cpp
+from gpu.cuda_cpp import cuda_kernels, needs_cuda_cpp
 
 import headrace
 from headrace.backends.cupy_raw.backend import CupyRawBackend
@@ -26,7 +26,7 @@ from headrace.config import load_config, replica_config
 from headrace.errors import ConfigError, ModelError
 from headrace.group import SingleRank
 from headrace.interfaces import Availability, Clock
-from headrace.testing.cuda_cpu.launcher import CpuLauncher, EmulatedDevice
+from headrace.testing.cuda_cpu.launcher import EmulatedDevice
 from headrace.testing.cuda_cpu.memory import HeldMemory
 from headrace.testing.model_driver import open_checkpoint
 from headrace.types import DeviceMemory, EngineSettings, GenerationRequest, SamplingParams
@@ -165,7 +165,7 @@ class Emulated(CupyRawBackend):
         return cls(cls.device, options)
 
     def _make_kernels(self, device: Device) -> CudaKernels:
-        return CudaKernels(CpuLauncher(FOLDER), device)
+        return cuda_kernels(device=device)[0]
 
     def create_runner(self, *arguments: Any, **named: Any) -> Any:
         with self.device.memory:
@@ -334,7 +334,7 @@ def test_recorded_steps_are_counted_before_they_are_recorded(
         max_batched_tokens=24,
     )  # fmt: skip
     device = Recording(2, 64 * MIB)
-    ops = GpuOps(CudaKernels(CpuLauncher(FOLDER), device), device, settings, "cupy_raw")
+    ops = GpuOps(cuda_kernels(device=device)[0], device, settings, "cupy_raw")
     runner = GpuRunner(ops, model, SingleRank(), settings)
     memory = runner.measure_memory(1)
     message = r"a KV pool of 4096 blocks \(128MiB\) does not fit the 6.* free of the device's 64MiB"
