@@ -31,7 +31,8 @@ def planned_run(plan: BatchPlan, scheduler: Scheduler) -> PlannedRun | None:
     """Return what virtual time needs of a step; None where more than seed and position decides a token.
 
     The last of its equal steps may end choices. None needs a block that is not free, none meets a
-    waiting request that could start, and no token ends a choice by what it is.
+    waiting request that could start, and no token ends a choice by what it is. Nor does one draw a
+    choice's first token, which is news, as a prompt with one token left to compute does.
     """
     seeds: list[int] = []
     positions: list[int] = []
@@ -52,8 +53,8 @@ def planned_run(plan: BatchPlan, scheduler: Scheduler) -> PlannedRun | None:
             positions.append(len(sequence.token_ids))
         if most > 1:
             output = sequence.output
-            left = output.num_tokens_left if output.ends_by_length_only and entry.drawing else 1
-            most = min(most, left)
+            can_go_on = output.ends_by_length_only and entry.drawing and output.num_tokens
+            most = min(most, output.num_tokens_left if can_go_on else 1)
             spare.append(len(sequence.block_ids) * size - rows)
     batch = RunBatch(num_prefill_tokens, len(plan.entries), num_kv_rows, seeds, positions)
     if (
@@ -66,7 +67,9 @@ def planned_run(plan: BatchPlan, scheduler: Scheduler) -> PlannedRun | None:
 
 
 def quiet_steps(scheduler: Scheduler) -> int:
-    """Return how many equal steps there are at least until one that ends a choice, itself included.
+    """Return how many equal steps there are at least until one with news of a choice, itself included.
+
+    News are a choice's first token and its end.
 
     0: something else may happen before. What comes from outside meanwhile is not foreseen.
     """
@@ -78,7 +81,7 @@ def quiet_steps(scheduler: Scheduler) -> int:
         output = sequence.output
         if not (decodes(sequence) and output.ends_by_length_only and sequence.sampling.is_plain):
             return 0
-        most = min(most, output.num_tokens_left)
+        most = min(most, output.num_tokens_left if output.num_tokens else 1)
     size = scheduler.kv_cache.block_size
     spare = [len(s.block_ids) * size - s.num_kv_rows() for s in running]
     return _within_blocks(spare, scheduler, most)

@@ -133,6 +133,20 @@ def run_times(driver: EngineDriver) -> list[float]:
     return list(driver.engine.run_times)
 
 
+def test_the_step_that_draws_a_first_token_stands_alone() -> None:
+    """Of a prompt one token longer than a step's budget, the last token looks like a decode."""
+    driver = make_simulation(max_batched_tokens=16)
+    name = driver.submit(random_prompt(17), max_tokens=40)
+    driver.engine.step(float("inf"))
+    assert driver.engine.quiet_steps()[0] <= 1
+    (first,) = driver.engine.step(float("inf"))
+    assert (first.request_id, len(first.token_ids)) == (name, 1)
+    (rest,) = driver.engine.step(float("inf"))
+    assert len(rest.token_ids) == 39 and rest.timings is not None
+    assert rest.timings.ttft_seconds is not None
+    assert rest.timings.ttft_seconds < rest.timings.decode_seconds / 4
+
+
 def test_one_call_runs_to_the_next_end_and_to_the_next_arrival() -> None:
     driver = make_simulation()
     short = driver.submit(random_prompt(20), max_tokens=30)

@@ -60,6 +60,18 @@ def test_runs_of_equal_steps_give_the_bytes_of_single_steps(name: str, policy: s
     assert whole == report(simulate(replace(setup, is_step_by_step=True), trace))
 
 
+@pytest.mark.parametrize("length", [64, 65, 66, 128, 129])
+def test_a_first_token_is_news_at_its_time_however_a_prompt_is_cut(length: int) -> None:
+    """A prompt with one token left to compute is planned like a decode, and draws the first token."""
+    setup = make_setup(max_num_sequences=4, max_batched_tokens=64)
+    trace = Trace("one", [TraceRequest(0.0, length, 95), TraceRequest(0.001, length, 95)])
+    whole = simulate(setup, trace)
+    single = simulate(replace(setup, is_step_by_step=True), trace)
+    assert list(whole.first_token_at) == list(single.first_token_at)
+    assert list(whole.end_at) == list(single.end_at)
+    assert whole.first_token_at[0] < whole.end_at[0] / 4
+
+
 ADMISSION = {
     "unlimited": Choice("unlimited"),
     "kv_footprint": Choice("kv_footprint"),
