@@ -7,6 +7,7 @@ error and leaves the waiting ones; several such steps in a row mean that the dev
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, cast
 
 import structlog
@@ -90,6 +91,7 @@ class Engine:
             max_model_len=self.max_model_len,
         )
         self._launcher = Launcher(runner, batches, clock)
+        self._prepare: Callable[[], bool] | None = getattr(runner, "prepare", None)
         self._can_repeat: bool = getattr(runner, "can_repeat", False)
         self.run_times: tuple[float, ...] = ()
         """When each step of the last call of `step` was done, where it ran several as one."""
@@ -220,8 +222,14 @@ class Engine:
 
     def prepare(self) -> bool:
         """Let the runner use a moment without work; False: it has nothing to do either."""
-        prepare = getattr(self._runner, "prepare", None)
-        return prepare is not None and bool(prepare())
+        if self._prepare is None:
+            return False
+        try:
+            return self._prepare()
+        except Exception as error:  # what only saves time costs nobody an answer
+            self._log.error("the runner could not prepare, and is not asked again", exc_info=error)
+            self._prepare = None
+            return False
 
     def quiet_steps(self) -> tuple[int, int, int]:
         """Return the steps until the next end of a choice, and what the first of them computes.

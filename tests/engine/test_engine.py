@@ -200,3 +200,20 @@ def test_every_choice_reports_its_times_once_and_a_first_token_stays_the_first()
         assert ttft is not None
         # text may be held back, so the first event is no earlier than the first token
         assert 0 < ttft <= first_seen[name, index] - arrivals[name] + 1e-9
+
+
+def test_a_runner_that_cannot_prepare_is_not_asked_again() -> None:
+    driver = make_engine_driver()
+    calls: list[str] = []
+
+    def prepare() -> bool:
+        calls.append("asked")
+        raise OSError("no such pages")
+
+    driver.engine._prepare = prepare
+    assert not driver.engine.prepare()
+    assert not driver.engine.prepare()
+    assert calls == ["asked"]
+    driver.submit([1, 2, 3], max_tokens=2)
+    driver.run()
+    driver.assert_empty()
