@@ -330,9 +330,10 @@ def measure_served(
     tpot, ttft = found.percentile("tpot", 0.5), found.percentile("ttft", 0.5)
     assert tpot is not None and ttft is not None, "a server that is ready answers"
     report("served steps", 1.0)
+    alone = first_chunk(samples, _SERVED_PROMPT)
     return {
         "served_seconds_per_step": max(0.0, tpot - shortest_decode(samples)),
-        "served_seconds_per_request": max(0.0, ttft - first_chunk(samples, _SERVED_PROMPT)),
+        "served_seconds_per_request": 0.0 if alone is None else max(0.0, ttft - alone),
     }
 
 
@@ -342,13 +343,15 @@ def shortest_decode(samples: Sequence[Sample]) -> float:
     return min(decodes, key=lambda each: each["kv_rows"])["seconds"]
 
 
-def first_chunk(samples: Sequence[Sample], num_tokens: int) -> float:
-    """Return the seconds of a prompt's first chunk, between the sizes that were measured."""
+def first_chunk(samples: Sequence[Sample], num_tokens: int) -> float | None:
+    """Return the seconds of a prompt's first chunk, between the sizes that were measured; None: none was."""
     alone = {
         each["prefill_tokens"]: each["seconds"]
         for each in samples
         if each["sequences"] == 1 and each["prefill_tokens"] == each["kv_rows"]
     }
+    if not alone:
+        return None
     sizes = sorted(alone)
     return float(np.interp(num_tokens, sizes, [alone[size] for size in sizes]))
 

@@ -13,6 +13,7 @@ from headrace.load.profile import (
     Sample,
     core_seconds,
     engine_seconds,
+    first_chunk,
     fit,
     mean_relative_error,
     measure_steps,
@@ -100,3 +101,12 @@ def test_serving_is_compared_with_the_decode_of_fewest_rows() -> None:
         sample(0, 2, 8, 0.003),
     ]
     assert shortest_decode(samples) == 0.004
+
+
+def test_a_first_chunk_is_between_those_measured_or_unknown() -> None:
+    samples = [
+        {"prefill_tokens": size, "sequences": 1, "kv_rows": size + done, "seconds": seconds}
+        for size, done, seconds in ((16, 0, 1.0), (32, 0, 3.0), (16, 512, 9.0))
+    ]
+    assert first_chunk(samples, 24) == 2.0
+    assert first_chunk(samples[2:], 24) is None, "a budget too small for any chunk that is measured"
