@@ -22,7 +22,7 @@ from headrace.cache import cache_folder
 HERE = Path(__file__).parent
 _ENTRY = re.compile(r"\.visible \.entry\s+(\w+)")
 _lock = threading.Lock()
-TOOLKIT = ("numba-cuda", "nvidia-nvvm", "nvidia-nvjitlink")
+TOOLKIT = ("numba", "numba-cuda", "nvidia-nvvm", "nvidia-nvjitlink")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def cached_kernel(
         made = compile_kernel(make_source(source, name, defines), architecture)
         return made.name.encode() + b"\0" + made.cubin
 
-    files = (*sorted(HERE.glob("kernels/*.py")), HERE / "primitives.py")
+    files = (*sorted(HERE.glob("kernels/*.py")), HERE / "primitives.py", Path(__file__))
     kept = kept_code(_folder, entry_name(f"{name}-{architecture}", facts, files), build)
     entry, cubin = kept.split(b"\0", 1)
     return entry.decode(), cubin

@@ -64,7 +64,11 @@ def cached_kernels(source: str, defines: Mapping[str, int | str], architecture: 
     from cupy.cuda import nvrtc
 
     facts = source, sorted(defines.items()), architecture, nvrtc.getVersion()
-    name = entry_name(f"{Path(source).stem}-{architecture}", facts, sorted(FOLDER.glob("*.cu*")))
+    name = entry_name(
+        f"{Path(source).stem}-{architecture}",
+        facts,
+        (*sorted(FOLDER.glob("*.cu*")), Path(__file__)),
+    )
     return kept_code(_folder, name, lambda: compile_kernels(source, defines, architecture).cubin)
 
 
