@@ -41,8 +41,8 @@ Start = Callable[[Sequence[str], float], Ended]
 
 
 def start_process(command: Sequence[str], seconds: float) -> Ended:
-    """Run a command; after `seconds` kill it and all that it has started."""
-    with tempfile.TemporaryFile("w+") as errors:
+    """Run a command, for `seconds` at most; whatever it has started ends with it."""
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:
         process = subprocess.Popen(
             command, stdout=errors, stderr=errors, text=True, start_new_session=True
         )
@@ -52,10 +52,9 @@ def start_process(command: Sequence[str], seconds: float) -> Ended:
         except subprocess.TimeoutExpired:
             pass
         finally:
-            if status is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
         errors.seek(0)
         return Ended(status, errors.read())
 
@@ -67,8 +66,12 @@ def run_all(
     *,
     start: Start = start_process,
     clock: Callable[[], float] = time.monotonic,
+    save: Callable[[Sequence[Figure]], object] = lambda figures: None,
 ) -> list[Figure]:
-    """Run every section on every backend. What one leaves of its time, the next ones may use."""
+    """Run every section on every backend. What one leaves of its time, the next ones may use.
+
+    `save` is handed all figures so far, after each section.
+    """
     runs = list(itertools.product(sections, backends))
     whole = sum(SECTIONS[section].seconds for section, _ in runs)
     figures: list[Figure] = []
@@ -85,6 +88,7 @@ def run_all(
             if any(figure.name == BACKEND_FIGURE for figure in found):
                 absent.add(backend)
             figures += found
+            save(figures)
     return figures
 
 
@@ -177,17 +181,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     sections = _chosen(parser, options.only, list(SECTIONS), "--only")
     begin = time.monotonic()
-    figures = run_all(options, backends, sections)
+
+    def save(figures: Sequence[Figure]) -> None:
+        facts = {
+            "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+            "seconds": round(time.monotonic() - begin, 1),
+            "is_dry_run": options.dry_run,
+            "model": options.model,
+            "is_right": bool(figures) and is_right(figures),
+        }
+        options.output.write_text(as_json(figures, facts))
+
+    try:
+        save([])
+    except OSError as error:
+        parser.error(f"OUTPUT {options.output}: {error.strerror}; name a file that can be written")
+    figures = run_all(options, backends, sections, save=save)
     verdict = is_right(figures)
-    facts = {
-        "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
-        "seconds": round(time.monotonic() - begin, 1),
-        "is_dry_run": options.dry_run,
-        "model": options.model,
-        "is_right": verdict,
-    }
     print(table(figures, backends))
-    options.output.write_text(as_json(figures, facts))
     if not verdict:
         print(f"gpu-check: something is wrong or was not judged: {options.output} has every line")
     return 0 if verdict else 1

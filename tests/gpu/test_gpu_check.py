@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -171,6 +172,37 @@ def test_a_process_past_its_time_is_killed(part: Callable[[str], Any]) -> None:
         [sys.executable, "-c", "print('begun', flush=True); import time; time.sleep(600)"], 2.0
     )
     assert ended.status is None
+
+
+def test_output_that_is_no_text_is_kept_readable(part: Callable[[str], Any]) -> None:
+    ended = part("driver").start_process(["sh", "-c", "printf 'a\\377b'; exit 3"], 20.0)
+    assert ended.status == 3 and ended.errors == "a\ufffdb"
+
+
+def test_what_a_section_leaves_running_ends_with_it(part: Callable[[str], Any]) -> None:
+    ended = part("driver").start_process(["sh", "-c", "sleep 600 & echo $!"], 20.0)
+    assert ended.status == 0
+    child = int(ended.errors)
+    for _ in range(200):
+        if not is_running(child):
+            return
+        time.sleep(0.05)
+    raise AssertionError("it still runs")
+
+
+def is_running(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_file_that_cannot_be_written_is_refused_at_once(
+    part: Callable[[str], Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        part("driver").main([str(tmp_path / "none" / "out.json"), "--dry-run"])
+    assert "OUTPUT" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["--backend", "cpu"], ["--only", "cases,speed"]])
