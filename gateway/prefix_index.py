@@ -2,8 +2,9 @@
 
 What was sent is known here and at once; what a replica still has cached is not, and need not be: a prefix
 that it has evicted is cold everywhere, and coming back to the same place makes it warm again. The size is
-bounded by a hard limit of entries, least recently used first; use is noted once three quarters of them are
-taken. A chain's end goes before its beginning, because a beginning without its end still matches.
+bounded by a hard limit of entries, least recently used first, and a chain's end before its beginning, because
+a beginning without its end still matches. Both hold from when three quarters of the entries are taken: until
+then nothing is near being dropped, and a chain keeps the place that it had.
 """
 
 from __future__ import annotations
