@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -143,8 +144,9 @@ def children(pid: int) -> list[int]:
     """Return the processes that `pid` started, and theirs."""
     found = []
     for thread in Path(f"/proc/{pid}/task").glob("*"):
-        for child in (thread / "children").read_text().split():
-            found += [int(child), *children(int(child))]
+        with contextlib.suppress(OSError):  # a thread that has ended meanwhile
+            for child in (thread / "children").read_text().split():
+                found += [int(child), *children(int(child))]
     return found
 
 

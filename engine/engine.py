@@ -214,7 +214,7 @@ class Engine:
                 flight = self._launcher.launch(plan, now)
             except Exception as error:
                 return self._fail_running(error)
-        failure = self._plan_ahead(flight) if self._launcher.runs_ahead else None
+        failure = self._plan_ahead(flight)
         events = self._land(flight)
         if failure is not None:
             events += self._fail_running(failure)
@@ -243,14 +243,14 @@ class Engine:
 
     def _plan_ahead(self, flight: Flight) -> Exception | None:
         """Launch the step after `flight` where it can be known; return why the launch failed."""
-        if not flight.plan.can_be_followed:
+        if not (flight.plan.is_flying and flight.plan.can_be_followed):
             return None
         now = self._clock.now()
-        plan = self._scheduler.schedule_ahead(now)
+        plan = self._scheduler.schedule_ahead(now, self._launcher.runs_beside)
         if plan is None:
             return None
         try:
-            self._launcher.ahead = self._launcher.launch(plan, now)
+            self._launcher.ahead = self._launcher.launch(plan, now, is_ahead=True)
         except Exception as error:
             return error
         return None

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 from headrace.engine.batch import BatchBuilder, BatchPlan
-from headrace.interfaces import Clock, Runner, StepHandle
+from headrace.interfaces import BesideRunner, Clock, Runner, StepHandle
 from headrace.types import StepResult
 
 
@@ -28,18 +30,31 @@ class Launcher:
         self._runner = runner
         self._batches = batches
         self._clock = clock
-        self.runs_ahead: bool = getattr(runner, "runs_ahead", False)
+        self._runs_ahead: bool = getattr(runner, "runs_ahead", False)
+        self.runs_beside: Callable[[int, int], bool] | None = getattr(runner, "runs_beside", None)
         self.ahead: Flight | None = None
         """The step launched before the result of the one before it was in."""
 
-    def launch(self, plan: BatchPlan, now: float) -> Flight:
-        """Launch a step. Raises what the runner raises; then no sequence counts it as in flight."""
+    def launch(self, plan: BatchPlan, now: float, *, is_ahead: bool = False) -> Flight:
+        """Launch a step. Raises what the runner raises; then no sequence counts it as in flight.
+
+        `is_ahead`: before the result of the one in flight was taken.
+        """
         batch = self._batches.build(plan)
-        handle = self._runner.execute(batch)
-        handle.sample()
-        if self.runs_ahead:
+        num_kv_rows = int(batch.kv_lens[0].sum())
+        is_beside = (
+            self.runs_beside is not None
+            and plan.can_be_followed
+            and self.runs_beside(len(batch.token_ids), num_kv_rows)
+        )
+        if is_beside:
+            handle = cast(BesideRunner, self._runner).execute_beside(batch)
+        else:
+            handle = self._runner.execute(batch)
+            handle.sample()
+        if is_ahead or is_beside or self._runs_ahead:
             plan.take_off()
-        return Flight(plan, handle, now, int(batch.kv_lens[0].sum()))
+        return Flight(plan, handle, now, num_kv_rows)
 
     def take_ahead(self) -> Flight | None:
         """Return the step launched ahead, which is the next to give its result."""

@@ -12,6 +12,7 @@ room for the growth of the others is left, twice as much each time.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from types import MappingProxyType
 
 from headrace.engine.batch import BatchPlan, PlannedSequence
@@ -189,12 +190,17 @@ class Scheduler:
             self._plan_prefills(plan, now)
         return plan
 
-    def schedule_ahead(self, now: float) -> BatchPlan | None:
+    def schedule_ahead(
+        self, now: float, fits: Callable[[int, int], bool] | None = None
+    ) -> BatchPlan | None:
         """Return what to run after the step in flight, before its result is in.
 
-        None: that cannot be said yet, because somebody would have to be taken back (blocks are freed
-        only when no step writes them), or because there is nothing to run.
+        `fits(tokens, KV rows)` says whether a step can be launched then; without it any can. None:
+        it may not, there is nothing to run, or somebody would have to be taken back, whose blocks are
+        free only when no step writes them.
         """
+        if fits is not None and not self._are_decodes_that(fits):
+            return None
         self._is_ahead = True
         try:
             plan = self.schedule(now)
@@ -203,6 +209,12 @@ class Scheduler:
         finally:
             self._is_ahead = False
         return plan if plan.entries else None
+
+    def _are_decodes_that(self, fits: Callable[[int, int], bool]) -> bool:
+        if self.waiting or not all(map(decodes, self.running)):
+            return False
+        num_rows = sum([sequence.num_kv_rows() + 1 for sequence in self.running])
+        return fits(len(self.running), num_rows)
 
     def _plan_decodes(self, plan: BatchPlan) -> None:
         size = self.kv_cache.block_size

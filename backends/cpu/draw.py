@@ -39,6 +39,15 @@ class Draw:
             self.token_ids, self._failed, self._logprobs, self._top_token_ids, self._top_logprobs,
         )  # fmt: skip
 
+    def native(self) -> NDArray[np.int64]:
+        """Return `arguments` as kernels_sampling.draw_all takes them. They live as long as this object."""
+        sizes = (len(self.token_ids), len(self.arguments[8]), len(self.arguments[10]))
+        (logits_at, stride, vocab), arrays = self.arguments[:3], self.arguments[3:]
+        places = [array.ctypes.data for array in arrays]
+        return np.array(
+            [logits_at, stride, vocab, *sizes, self._top_token_ids.shape[1], *places], np.int64
+        )
+
     def result(self) -> StepResult:
         """Return what was drawn. Call after every share has run."""
         if self._most < 0:

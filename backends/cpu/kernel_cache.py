@@ -48,17 +48,30 @@ def kernel(variant: str = "", **options: Any) -> Callable[[Callable[..., Any]], 
     `variant` names what the code depends on beside its source: an instruction set.
     """
 
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+    def compiler(is_cached: bool) -> Any:
+        return numba.njit(nogil=True, error_model="numpy", cache=is_cached, **options)
+
+    return _caching(variant, compiler)
+
+
+def callback(signature: str, variant: str = "") -> Callable[[Callable[..., Any]], Any]:
+    """Return a decorator: numba.cfunc, whose `address` other kernels can call, cached likewise."""
+
+    def compiler(is_cached: bool) -> Any:
+        return numba.cfunc(signature, error_model="numpy", cache=is_cached)
+
+    return _caching(variant, compiler)
+
+
+def _caching(variant: str, compiler: Callable[[bool], Any]) -> Callable[[Callable[..., Any]], Any]:
+    def decorate(function: Callable[..., Any]) -> Any:
         folder = kernel_folder(variant)
         previous = numba.config.CACHE_DIR
         if folder is not None:
             numba.config.CACHE_DIR = str(folder)
         try:
-            compiled: Callable[..., Any] = numba.njit(
-                nogil=True, error_model="numpy", cache=folder is not None, **options
-            )(function)
+            return compiler(folder is not None)(function)
         finally:
             numba.config.CACHE_DIR = previous
-        return compiled
 
     return decorate

@@ -158,6 +158,24 @@ class Runner(Protocol):
         ...
 
 
+class BesideRunner(Runner, Protocol):
+    """A Runner that can compute small steps beside its caller, where it finds that worth it."""
+
+    def runs_beside(self, num_tokens: int, num_kv_rows: int) -> bool:
+        """Whether a step of so many tokens and rows of keys is better launched with `execute_beside` now.
+
+        The engine then plans ahead, as for a runner with `runs_ahead`, while such steps follow each other.
+        """
+        ...
+
+    def execute_beside(self, batch: ForwardBatch) -> StepHandle:
+        """Launch forward and draw of a step and return; `sample` must not be called.
+
+        Steps run in the order of their launch; `execute` waits for those in flight.
+        """
+        ...
+
+
 class RepeatingRunner(Runner, Protocol):
     """A Runner that can run equal steps of decodes as one, because its time is virtual.
 

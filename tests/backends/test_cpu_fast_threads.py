@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
@@ -102,11 +104,9 @@ def test_disturbed_decodes_take_no_thread_from_prompts() -> None:
     assert governors.of(64) is governors.of(127)
 
 
-def parameters() -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def empty_step() -> Any:
     """A step of no operations."""
-    values = np.zeros(at.NUM_PARAMETERS, np.int64)
-    values[at.NUM_THREADS] = 1
-    return values
+    return SimpleNamespace(parameters=np.zeros(at.NUM_PARAMETERS, np.int64), num_barriers=0)
 
 
 def wait_until(condition: object, seconds: float = 30.0) -> bool:
@@ -119,11 +119,12 @@ def wait_until(condition: object, seconds: float = 30.0) -> bool:
 
 
 def test_workers_park_when_there_is_nothing_to_do_and_wake_for_a_step() -> None:
-    pool = ThreadPool(3, parameters())
+    step = empty_step()
+    pool = ThreadPool(3, [step])
     try:
         for _ in range(3):
             assert wait_until(lambda: pool.num_parked() == 2)
-            assert pool.run() in (1, 3)
+            assert pool.run(step) in (1, 3)
     finally:
         pool.close()
     assert not [t for t in threading.enumerate() if t.name.startswith("headrace-cpu-")]
@@ -131,8 +132,9 @@ def test_workers_park_when_there_is_nothing_to_do_and_wake_for_a_step() -> None:
 
 def test_closing_ends_workers_in_any_state_and_twice_is_once() -> None:
     for _ in range(5):
-        pool = ThreadPool(2, parameters())
-        pool.run()
+        step = empty_step()
+        pool = ThreadPool(2, [step])
+        pool.run(step)
         pool.close()
         pool.close()
     assert not [t for t in threading.enumerate() if t.name.startswith("headrace-cpu-")]

@@ -350,6 +350,13 @@ def wake_all(e: Any, address: Any) -> None:
         e.call("syscall", I64, e.integer(_FUTEX), address, wake, everyone, zero, zero, zero)
 
 
+@routine()
+def call_with(e: Any, function: Any, argument: Any) -> None:
+    """Call the C function at an address: void (int64)."""
+    kind = ir.FunctionType(VOID, [I64]).as_pointer()
+    e.builder.call(e.builder.inttoptr(function, kind), [argument])
+
+
 def _read_clock(e: Any, clock: int) -> Any:
     slot = cgutils.alloca_once(e.builder, ir.LiteralStructType([I64, I64]))
     e.call("clock_gettime", I32, ir.Constant(I32, clock), slot)

@@ -14,9 +14,9 @@ from headrace.backends.cpu.fast.intrinsics import (
     LANES,
     atomic_add,
     atomic_load,
+    call_with,
     now_nanoseconds,
     own_nanoseconds,
-    park,
     pause,
     wake_all,
     yield_core,
@@ -48,8 +48,6 @@ from headrace.backends.cpu.kernels_vector import float_of_bits
 
 SPINS = 2000
 """Pauses before a waiting thread gives way: on a busy machine a longer spin starves who it waits for."""
-YIELD_NANOSECONDS = 2_000_000
-"""How long a worker without work gives way before it parks: longer than the host takes between steps."""
 CHUNKS_PER_THREAD = 8
 MAX_COLUMNS_PER_CHUNK = 8
 CONTROL_WORD = 8
@@ -145,13 +143,22 @@ def run_attention(op, parameters, threads, counter, q, out, scratch):  # type: i
 
 
 @fast_kernel
+def token_of(parameters, row):  # type: ignore[no-untyped-def]
+    """The token of a row: what the step before drew, where the row names one of its draws."""
+    source = ints(parameters[at.SOURCES], row + 1)[row]
+    if source >= 0:
+        return np.int64(ints(parameters[at.DRAWN], source + 1)[source])
+    return np.int64(ints(parameters[at.TOKEN_IDS], row + 1)[row])
+
+
+@fast_kernel
 def run_row(op, parameters, row, x, aux, out, scratch):  # type: ignore[no-untyped-def]
     """One row of an operation that works row by row. Returns where its f32 result is."""
     code, size = op[at.CODE], op[at.SIZE]
     number = float_of_bits(np.int32(op[at.NUMBER]))
     target = out if op[at.OUT] >= 0 else scratch
     if code == at.EMBED:
-        token = np.int64(ints(parameters[at.TOKEN_IDS], row + 1)[row])
+        token = token_of(parameters, row)
         embed_row(op[at.POINTER], op[at.FORM], TILE_BYTES[op[at.FORM]], token, size, number, target)
     elif code == at.NORM:
         if op[at.AUX] >= 0:
@@ -240,60 +247,25 @@ def run_program(tid, parameters, control):  # type: ignore[no-untyped-def]
             spent[1] += own_nanoseconds() - finished
 
 
-@fast_kernel
-def wait_for_command(control, seen):  # type: ignore[no-untyped-def]
-    """Return the command counter once it is not `seen`: spin, give way, then park."""
-    command = control + at.COMMAND * CONTROL_WORD
-    parked = control + at.PARKED * CONTROL_WORD
-    for _ in range(SPINS):
-        if atomic_load(command) != seen:
-            return atomic_load(command)
-        pause()
-    started = now_nanoseconds()
-    while now_nanoseconds() - started < YIELD_NANOSECONDS:
-        if atomic_load(command) != seen:
-            return atomic_load(command)
-        yield_core()
-    while True:
-        atomic_add(parked, 1)
-        park(command, seen)
-        atomic_add(parked, -1)
-        if atomic_load(command) != seen:
-            return atomic_load(command)
+@inlined_kernel
+def run_step(tid, parameters, control):  # type: ignore[no-untyped-def]
+    """Compute a step as thread `tid`, once the step before it is drawn; the first of its threads draws it.
 
-
-@fast_kernel
-def post_command(control):  # type: ignore[no-untyped-def]
-    atomic_add(control + at.COMMAND * CONTROL_WORD, 1)
-    if atomic_load(control + at.PARKED * CONTROL_WORD) > 0:
-        wake_all(control + at.COMMAND * CONTROL_WORD)
-
-
-@fast_kernel
-def enter(tid, parameters_at, control):  # type: ignore[no-untyped-def]
-    """Thread 0: run one step with all threads and return. Others: serve steps until stopped."""
-    parameters = longs(parameters_at, at.NUM_PARAMETERS)
-    seen = 0
-    if tid == 0:
-        counters = longs(parameters[at.COUNTERS], parameters[at.NUM_OPERATIONS] * at.LINE_WORDS)
-        for index in range(0, len(counters), at.LINE_WORDS):
-            counters[index] = 0
-        if parameters[at.NUM_THREADS] > 1:
-            parameters[at.BARRIER_BASE] = atomic_load(control + at.ARRIVED * CONTROL_WORD)
-            post_command(control)
-    while True:
-        if tid != 0:
-            seen = wait_for_command(control, seen)
-            if atomic_load(control + at.STOP * CONTROL_WORD) != 0:
-                return
-        if tid < parameters[at.NUM_THREADS]:
-            run_program(tid, parameters, control)
-        if tid == 0:
-            return
-
-
-@fast_kernel
-def stop(control):  # type: ignore[no-untyped-def]
-    """Tell every worker to leave."""
-    atomic_add(control + at.STOP * CONTROL_WORD, 1)
-    post_command(control)
+    Behind the last barrier only the first thread may look at `parameters`: another step may be described there.
+    """
+    done = control + at.DONE * CONTROL_WORD
+    is_first = tid == parameters[at.FIRST_THREAD]
+    spins = 0
+    while atomic_load(done) < parameters[at.STEP_NUMBER]:
+        spins += 1
+        if spins > SPINS:
+            yield_core()
+        else:
+            pause()
+    run_program(tid, parameters, control)
+    if is_first:
+        if parameters[at.DRAW] != 0:
+            call_with(parameters[at.DRAW], parameters[at.DRAW_ARGUMENTS])
+        atomic_add(done, 1)
+        if atomic_load(control + at.WAITING * CONTROL_WORD) > 0:
+            wake_all(done)

@@ -34,8 +34,17 @@ from __future__ import annotations
     KV_FORM,
     PARTIALS,
     ARRIVALS,
-) = range(27)
+    STEP_NUMBER,
+    FIRST_THREAD,
+    SOURCES,
+    DRAWN,
+    DRAW,
+    DRAW_ARGUMENTS,
+) = range(33)
 NUM_PARAMETERS = 64
+"""STEP_NUMBER: which command this step is, -1 while it is described. NUM_THREADS threads from FIRST_THREAD on
+compute it. SOURCES i32 [T]: the row of DRAWN that a token comes from, or -1. DRAW: the function that the first
+of its threads calls with DRAW_ARGUMENTS once the logits are there; 0: the caller draws."""
 
 # --- a layer's row in the pool's table: see kv_pool -------------------------------
 LAYER_FIELDS = 3
@@ -59,8 +68,10 @@ ITEM_FIELDS = 10
 their sums lie, in bytes, and ARRIVAL the line that counts who is done, both for KV head 0."""
 
 # --- words that threads share, a cache line each ----------------------------------
-COMMAND, PARKED, STOP, ARRIVED = 0, 8, 16, 24
-LONG_WAITS = 32
+COMMAND, PARKED, STOP, ARRIVED, DONE, WAITING, QUEUE = range(0, 56, 8)
+"""COMMAND counts the steps posted, DONE those computed and drawn; QUEUE says where the last two are described.
+PARKED workers sleep until there is a command, WAITING callers until a step is done."""
+LONG_WAITS = 56
 """One line per thread: nanoseconds in barriers after the spin."""
 LINE_WORDS = 8
 

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from headrace.backends.cpu.fast import layout as at
 from headrace.backends.cpu.fast.arena import address
-from headrace.backends.cpu.fast.kernels_program import enter, stop
+from headrace.backends.cpu.fast.kernels_threads import enter, post, stop, wait_until_done
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from headrace.backends.cpu.fast.step_memory import StepMemory
 
 LONG_WAIT_SHARE = 0.15
 """Of a step's time: above it, the step was disturbed."""
@@ -103,36 +107,62 @@ class ThreadGovernors:
 
 
 class ThreadPool:
-    """Runs steps. Used by one thread at a time; `close` ends the workers."""
+    """Computes steps in the order in which they come. Used by one thread at a time; `close` ends the workers.
 
-    def __init__(self, num_threads: int, parameters: NDArray[np.int64]) -> None:
-        """`parameters` is the array that every step is described in (see layout)."""
-        self._parameters = parameters
+    `run` takes part in a step. `launch` leaves one to the workers; at most two of those are under way.
+    """
+
+    def __init__(self, num_threads: int, steps: Sequence[StepMemory]) -> None:
+        """`steps`: all that will ever be given; the first describes a step of no operations as yet."""
         self._control = np.zeros(CONTROL_WORDS, np.int64)
         self._num_threads = num_threads
         self._governors = ThreadGovernors(num_threads)
+        self._governor_beside = ThreadGovernor(num_threads - 1)
+        self._num_arrivals = 0
+        self._waited = np.zeros(num_threads, np.int64)
+        """Nanoseconds each thread had waited in barriers when the last step was done."""
+        self._under_way: deque[StepMemory] = deque()
         self._workers: list[threading.Thread] = []
-        enter(0, address(parameters), address(self._control))  # compiles, before any worker does
+        self._enter(steps[0], 0, 1)  # compiles, before any worker does
         for index in range(1, num_threads):
             worker = threading.Thread(
-                target=_serve, args=(index, parameters, self._control), daemon=True,
+                target=_serve, args=(index, self._control, steps), daemon=True,
                 name=f"headrace-cpu-{index}",
             )  # fmt: skip
             worker.start()
             self._workers.append(worker)
 
-    def run(self) -> int:
-        """Run the step that the parameters describe; return how many threads it had."""
-        waits = self._control[at.LONG_WAITS : at.LONG_WAITS + self._num_threads * at.LINE_WORDS]
-        waits[:] = 0
-        governor = self._governors.of(int(self._parameters[at.NUM_TOKENS]))
+    def run(self, step: StepMemory) -> int:
+        """Compute a described step; return how many threads it had. Waits for those under way first."""
+        self.wait_for_all()
+        governor = self._governors.of(int(step.parameters[at.NUM_TOKENS]))
         threads = governor.num_threads()
-        self._parameters[at.NUM_THREADS] = threads
         started = time.perf_counter_ns()
-        enter(0, address(self._parameters), address(self._control))
-        elapsed = max(1, time.perf_counter_ns() - started)
-        governor.observe(int(waits.max()) / elapsed, elapsed / 1e9)
+        self._enter(step, 0, threads)
+        self._observe(governor, time.perf_counter_ns() - started)
         return threads
+
+    def launch(self, step: StepMemory) -> None:
+        """Leave a described step to the workers, behind the one that is under way."""
+        assert self._workers, "a thread of its own computes the step"
+        while len(self._under_way) > 1:
+            self.wait(self._under_way[0])
+        self._describe(step, 1, self._governor_beside.num_threads())
+        self._under_way.append(step)
+        post(address(self._control), address(step.parameters))
+
+    def wait(self, step: StepMemory) -> None:
+        """Return when a launched step is done."""
+        while step in self._under_way:
+            first = self._under_way.popleft()
+            started = time.perf_counter_ns()
+            wait_until_done(address(self._control), address(first.parameters))
+            self._observe(self._governor_beside, time.perf_counter_ns() - started)
+
+    def wait_for_all(self) -> None:
+        """Return when nothing is under way."""
+        if self._under_way:
+            self.wait(self._under_way[-1])
 
     def num_parked(self) -> int:
         """How many workers sleep in the kernel just now."""
@@ -140,12 +170,33 @@ class ThreadPool:
 
     def close(self) -> None:
         """End the workers and wait for them. A second call does nothing."""
+        self.wait_for_all()
         workers, self._workers = self._workers, []
         if workers:
             stop(address(self._control))
         for worker in workers:
             worker.join()
 
+    def _describe(self, step: StepMemory, first_thread: int, num_threads: int) -> None:
+        """Say who computes a step. Barriers count arrivals from the beginning on."""
+        parameters = step.parameters
+        parameters[at.FIRST_THREAD], parameters[at.NUM_THREADS] = first_thread, num_threads
+        parameters[at.BARRIER_BASE] = self._num_arrivals
+        if num_threads > 1:
+            self._num_arrivals += num_threads * step.num_barriers
 
-def _serve(index: int, parameters: NDArray[np.int64], control: NDArray[np.int64]) -> None:
-    enter(index, address(parameters), address(control))
+    def _enter(self, step: StepMemory, first_thread: int, num_threads: int) -> None:
+        self._describe(step, first_thread, num_threads)
+        enter(0, address(self._control), address(step.parameters))
+
+    def _observe(self, governor: ThreadGovernor, nanoseconds: int) -> None:
+        lines = self._control[at.LONG_WAITS :: at.LINE_WORDS][: self._num_threads]
+        share = int((lines - self._waited).max()) / max(1, nanoseconds)
+        self._waited[:] = lines
+        governor.observe(share, nanoseconds / 1e9)
+
+
+def _serve(index: int, control: NDArray[np.int64], steps: Sequence[StepMemory]) -> None:
+    """What a worker looks at lives as long as it does, also where nobody closes the pool."""
+    enter(index, address(control), 0)
+    del steps

@@ -96,6 +96,7 @@ class Program:
     """Bytes of the widest row that an operation may need for itself."""
     attention: Mapping[int, AttentionShape]
     """By KV group."""
+    num_barriers: int
     keep: tuple[Any, ...]
 
 
@@ -348,6 +349,7 @@ class Recorder:
             logits_stride=self._values[logits.value].stride,
             scratch_row=widest,
             attention=self._attention,
+            num_barriers=int((operations[:, at.BARRIER] != 0).sum()),
             keep=tuple(self._keep),
         )
 

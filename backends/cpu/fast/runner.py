@@ -6,21 +6,25 @@ It takes what it can run and says no to the rest before anything is loaded twice
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from headrace.backends.cpu.draw import Draw
 from headrace.backends.cpu.fast import layout as at
 from headrace.backends.cpu.fast.arena import address
+from headrace.backends.cpu.fast.beside import BesideTrial
 from headrace.backends.cpu.fast.intrinsics import LANES
+from headrace.backends.cpu.fast.kernels_draw import draw_all
 from headrace.backends.cpu.fast.kernels_product import GROUP
 from headrace.backends.cpu.fast.kv_pool import FORMS, FastKVPool, bytes_per_block
 from headrace.backends.cpu.fast.packing import SCHEMES, UnsupportedModel
 from headrace.backends.cpu.fast.pool import ThreadPool
 from headrace.backends.cpu.fast.recorder import Recorder
 from headrace.backends.cpu.fast.sampling import FastSampler
-from headrace.backends.cpu.fast.step_memory import StepMemory
+from headrace.backends.cpu.fast.step_memory import Buffers, StepMemory
 from headrace.backends.cpu.memory import available_memory
 from headrace.backends.quantized import quantized
 from headrace.backends.warm_up import warm_up_steps
@@ -64,7 +68,9 @@ class FastStepHandle:
         logits: tuple[int, int, int],
         sampling: SamplingBatch,
         num_threads: int,
+        note: Callable[[], None],
     ) -> None:
+        self._note = note
         self._sampler = sampler
         self._num_threads = num_threads
         self._logits = logits
@@ -74,10 +80,31 @@ class FastStepHandle:
     def sample(self, masks: TokenMasks | None = None) -> None:
         assert self._result is None, "sample is called once per step"
         self._result = self._sampler.sample(self._logits, self._sampling, masks, self._num_threads)
+        self._note()
 
     def result(self) -> StepResult:
         assert self._result is not None, "sample comes before result"
         return self._result
+
+
+class BesideHandle:
+    """A step that the workers compute and draw. Implements headrace.interfaces.StepHandle but for `sample`."""
+
+    def __init__(
+        self, threads: ThreadPool, step: StepMemory, draw: Draw, note: Callable[[], None]
+    ) -> None:
+        self._note = note
+        self._threads = threads
+        self._step = step
+        self._draw = draw
+
+    def sample(self, masks: TokenMasks | None = None) -> None:
+        raise AssertionError("a step launched beside its caller draws by itself")
+
+    def result(self) -> StepResult:
+        self._threads.wait(self._step)
+        self._note()
+        return self._draw.result()
 
 
 class FastRunner:
@@ -101,6 +128,7 @@ class FastRunner:
         self._pool: FastKVPool | None = None
         self._num_blocks = 0
         self._sampler = FastSampler(settings.num_threads)
+        self._trial = BesideTrial()
         self._form = FORMS[settings.kv_dtype]
         for spec in self._groups:
             if spec.head_dim % LANES or spec.head_dim > MAX_HEAD_DIM:
@@ -122,7 +150,11 @@ class FastRunner:
         logits = model.architecture.forward(recorder, group, weights, None)  # type: ignore[arg-type]
         self._program = recorder.finish(logits)
         self._weight_bytes = recorder.weight_bytes
-        self._step = StepMemory(self._program, settings.num_threads)
+        self._buffers = Buffers(self._program, settings.num_threads)
+        self._steps = [
+            StepMemory(self._program, self._buffers, settings.num_threads) for _ in range(2)
+        ]
+        """The one to be described next comes first; the other one may be under way."""
         self._threads: ThreadPool | None = None
         self._spent: NDArray[np.int64] | None = None
         """What `profile` adds up in: kept, since a worker adds its last wait when the step is over."""
@@ -143,8 +175,9 @@ class FastRunner:
         assert self._pool is None, "the KV pool is allocated once"
         self._pool = FastKVPool(self._groups, num_blocks, self._settings.block_size, self._form)
         self._num_blocks = num_blocks
-        self._step.use_pool(self._pool)
-        self._threads = ThreadPool(self._settings.num_threads, self._step.parameters)
+        for step in self._steps:
+            step.use_pool(self._pool)
+        self._threads = ThreadPool(self._settings.num_threads, tuple(self._steps))
 
     def warm_up(self, report: Callable[[float], None]) -> None:
         assert self._num_blocks > 0, "allocate comes before warm_up"
@@ -163,13 +196,54 @@ class FastRunner:
         report(1.0)
 
     def execute(self, batch: ForwardBatch) -> FastStepHandle:
+        threads, note = self._computing(), self._noting(batch, beside=False)
+        num_threads = threads.run(self._describe(batch))
+        return FastStepHandle(self._sampler, self._logits(), batch.sampling, num_threads, note)
+
+    def runs_beside(self, num_tokens: int, num_kv_rows: int) -> bool:
+        """Whether such a step is better left to the workers: see headrace.backends.cpu.fast.beside."""
+        return self._settings.num_threads > 1 and self._trial.allows(num_tokens, num_kv_rows)
+
+    def execute_beside(self, batch: ForwardBatch) -> BesideHandle:
+        """Launch a step that the workers compute and draw while the caller does something else."""
+        threads, note = self._computing(), self._noting(batch, beside=True)
+        step = self._describe(batch)
+        draw = self._sampler.prepare(self._logits(), batch.sampling)
+        step.draw_with(draw_all.address, draw.native(), draw)
+        threads.launch(step)
+        return BesideHandle(threads, step, draw, note)
+
+    def _noting(self, batch: ForwardBatch, *, beside: bool) -> Callable[[], None]:
+        """Return what a step's handle calls when the result is there."""
+        begun = time.perf_counter()
+        num_tokens, num_kv_rows = len(batch.token_ids), int(batch.kv_lens[0].sum())
+
+        def note() -> None:
+            now = time.perf_counter()
+            self._trial.note(num_tokens, num_kv_rows, beside=beside, begun=begun, now=now)
+
+        return note
+
+    def _computing(self) -> ThreadPool:
         assert not self._is_closed, "the runner is closed"
         assert self._threads is not None, "allocate comes before execute"
+        return self._threads
+
+    def _describe(self, batch: ForwardBatch) -> StepMemory:
+        """Describe a step where the step before the last one was."""
+        step = self._steps[0]
+        self._computing().wait(step)
+        rows = len(batch.token_ids), len(batch.sample_rows)
+        if not self._buffers.fit(rows):
+            self._computing().wait_for_all()
+            self._buffers.resize(rows)
         self._kv().note_use(int(batch.slots.max()) // self._settings.block_size)
-        self._step.describe(batch, self._sampler.drawn)
-        num_threads = self._threads.run()
-        logits = (*self._step.logits(), self._vocab_size)
-        return FastStepHandle(self._sampler, logits, batch.sampling, num_threads)
+        step.describe(batch, self._sampler.drawn)
+        self._steps.reverse()
+        return step
+
+    def _logits(self) -> tuple[int, int, int]:
+        return (*self._buffers.logits(), self._vocab_size)
 
     def prepare(self) -> bool:
         """Use a moment without work, of milliseconds; False: nothing is left to do."""
@@ -182,9 +256,9 @@ class FastRunner:
             self._spent = np.zeros((self._settings.num_threads, len(operations), 2), np.int64)
         spent = self._spent
         spent[:] = 0
-        self._step.parameters[at.PROFILE] = address(spent)
+        self._steps[0].parameters[at.PROFILE] = address(spent)
         self.execute(batch)
-        self._step.parameters[at.PROFILE] = 0
+        self._steps[1].parameters[at.PROFILE] = 0
         found = {"barrier": float(spent[..., 1].sum()) / 1e6}
         for fields, nanoseconds in zip(operations, spent[..., 0].sum(axis=0), strict=True):
             name = at.CODE_NAMES[fields[at.CODE]]
@@ -195,19 +269,19 @@ class FastRunner:
 
     def last_logits(self) -> NDArray[np.float32]:
         """Return a copy of the last step's logits [R, vocab], before any filter."""
-        where, stride = self._step.logits()
-        num_rows = int(self._step.parameters[at.NUM_SAMPLES])
+        where, stride = self._buffers.logits()
+        num_rows = int(self._steps[1].parameters[at.NUM_SAMPLES])
         memory = (ctypes.c_float * (num_rows * stride // 4)).from_address(where)
         rows = np.ctypeslib.as_array(memory).reshape(num_rows, stride // 4)
         return np.array(rows[:, : self._vocab_size], np.float32)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self._kv().copy_blocks(pairs)
+        self._still_kv().copy_blocks(pairs)
 
     def read_rows(
         self, layer: int, slots: Sequence[int]
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        return self._kv().read_rows(layer, slots)
+        return self._still_kv().read_rows(layer, slots)
 
     def write_rows(
         self,
@@ -216,7 +290,7 @@ class FastRunner:
         keys: NDArray[np.float32],
         values: NDArray[np.float32],
     ) -> None:
-        self._kv().write_rows(layer, slots, keys, values)
+        self._still_kv().write_rows(layer, slots, keys, values)
 
     def close(self) -> None:
         """End the threads and let go of everything. A second call does nothing."""
@@ -226,7 +300,13 @@ class FastRunner:
         if self._threads is not None:
             self._threads.close()
         self._sampler.close()
-        del self._program, self._step, self._pool
+        del self._program, self._steps, self._buffers, self._pool
+
+    def _still_kv(self) -> FastKVPool:
+        """Return the pool once no step works in it."""
+        if self._threads is not None:
+            self._threads.wait_for_all()
+        return self._kv()
 
     def _kv(self) -> FastKVPool:
         assert self._pool is not None, "allocate comes before any use of the KV pool"

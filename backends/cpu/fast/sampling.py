@@ -23,7 +23,7 @@ SHARED_LOGITS = 1 << 20
 
 
 class FastSampler:
-    """Mutable: `drawn` is what the last step gave. `close` ends its threads."""
+    """Mutable: `drawn` is what the last step gave or will give. `close` ends its threads."""
 
     def __init__(self, num_threads: int) -> None:
         self.drawn: NDArray[np.int32] = np.zeros(0, np.int32)
@@ -33,6 +33,17 @@ class FastSampler:
 
     def close(self) -> None:
         self._helpers.shutdown()
+
+    def prepare(self, logits: tuple[int, int, int], sampling: SamplingBatch) -> Draw:
+        """Return a draw of unmasked rows for whoever computes the logits. `drawn` is what it will give."""
+        draw = Draw(logits, self._scratch_for(logits[2]), sampling, None)
+        self.drawn = draw.token_ids
+        return draw
+
+    def _scratch_for(self, vocab_size: int) -> NDArray[np.float32]:
+        if self._scratch.shape[1] < 2 * vocab_size:
+            self._scratch = np.empty((self._num_threads, 2 * vocab_size), np.float32)
+        return self._scratch
 
     def sample(
         self,
@@ -44,9 +55,7 @@ class FastSampler:
         """`logits`: address, bytes from row to row, and vocabulary size."""
         vocab_size = logits[2]
         num_rows = len(sampling.temperature)
-        if self._scratch.shape[1] < 2 * vocab_size:
-            self._scratch = np.empty((self._num_threads, 2 * vocab_size), np.float32)
-        draw = Draw(logits, self._scratch, sampling, masks)
+        draw = Draw(logits, self._scratch_for(vocab_size), sampling, masks)
         shares = min(num_threads, num_rows) if num_rows * vocab_size >= SHARED_LOGITS else 1
         others = [
             self._helpers.submit(sample_share, share, shares, *draw.arguments)

@@ -22,35 +22,75 @@ _KEPT_BYTES = 64 << 20
 """A buffer up to this size is kept however little a step needs."""
 
 
-class StepMemory:
-    """The parameters of a step and the memory it computes in. Mutable; buffers grow with the rows."""
+class Buffers:
+    """The memory that steps compute in, one after the other. Mutable; grows with the rows."""
 
     def __init__(self, program: Program, num_threads: int) -> None:
-        self.parameters = np.zeros(at.NUM_PARAMETERS, np.int64)
         self._program = program
         self._buffers: list[NDArray[np.uint8]] = [np.zeros(0, np.uint8)] * len(
             program.buffer_domains
         )
-        self._addresses = np.zeros(1 << 10, np.int64)
-        count = len(program.operations)
-        self._counters = np.zeros(count * at.LINE_WORDS, np.int64)
-        self._num_threads = num_threads
-        self._items = np.zeros((64, at.ITEM_FIELDS), np.int64)
-        self._partials = self._arrivals = np.zeros(0, np.int64)
+        self.addresses = np.zeros(1 << 10, np.int64)
         scratch = max(
             (scratch_bytes(shape.head_dim, shape.ratio) for shape in program.attention.values()),
             default=0,
         )
-        scratch = -(-max(scratch, program.scratch_row, 1) // 4096) * 4096
-        self._scratch = map_pages(scratch * num_threads)
-        self._keep: dict[int, NDArray[Any]] = {}
+        self.scratch_bytes = -(-max(scratch, program.scratch_row, 1) // 4096) * 4096
+        self.scratch = map_pages(self.scratch_bytes * num_threads)
+        self.partials = self.arrivals = np.zeros(0, np.int64)
+
+    def logits(self) -> tuple[int, int]:
+        """Where the last step's logits are, and the bytes from row to row."""
+        return int(self.addresses[self._program.logits_buffer]), self._program.logits_stride
+
+    def fit(self, rows: tuple[int, int]) -> bool:
+        """Whether every buffer has room for so many tokens and samples, and not far too much."""
+        return not self._misfits(rows)
+
+    def resize(self, rows: tuple[int, int]) -> None:
+        """Make every buffer fit: large enough, without what one rare step (a scored prompt) left behind.
+
+        No step may be computing.
+        """
+        for number, needed in self._misfits(rows):
+            self._buffers[number] = map_pages(needed + needed // 2)
+            self.addresses[number] = address(self._buffers[number])
+
+    def _misfits(self, rows: tuple[int, int]) -> list[tuple[int, int]]:
+        found = []
+        for number, domain in enumerate(self._program.buffer_domains):
+            needed = max(1, rows[domain]) * self._program.buffer_row_bytes[number] + _SLACK_BYTES
+            if not needed <= len(self._buffers[number]) <= max(_KEPT_BYTES, 8 * needed):
+                found.append((number, needed))
+        return found
+
+    def hold_partials(self, num_bytes: int, num_lines: int) -> None:
+        """Have room for the sums that threads share; a step that computes keeps the room it began with."""
+        if num_bytes > 8 * len(self.partials):
+            self.partials = map_pages(num_bytes + num_bytes // 2).view(np.int64)
+        if num_lines * at.LINE_WORDS > len(self.arrivals):
+            self.arrivals = np.zeros(2 * num_lines * at.LINE_WORDS, np.int64)
+
+
+class StepMemory:
+    """How one step is described: its parameters, and the arrays they point to. Mutable, used again."""
+
+    def __init__(self, program: Program, buffers: Buffers, num_threads: int) -> None:
+        self.parameters = np.zeros(at.NUM_PARAMETERS, np.int64)
+        self._program = program
+        self._buffers = buffers
+        self._counters = np.zeros(len(program.operations) * at.LINE_WORDS, np.int64)
+        self._num_threads = num_threads
+        self._items = np.zeros((64, at.ITEM_FIELDS), np.int64)
+        self._keep: dict[int, Any] = {}
+        self.num_barriers = 0
+        """That its operations have; 0 before it is described."""
         for place, value in (
-            (at.NUM_OPERATIONS, 0),
             (at.PROGRAM, address(program.operations)),
-            (at.BUFFERS, address(self._addresses)),
+            (at.BUFFERS, address(buffers.addresses)),
             (at.COUNTERS, address(self._counters)),
-            (at.SCRATCH, address(self._scratch)),
-            (at.SCRATCH_BYTES, scratch),
+            (at.SCRATCH, address(buffers.scratch)),
+            (at.SCRATCH_BYTES, buffers.scratch_bytes),
             (at.NUM_THREADS, 1),
         ):
             self.parameters[place] = value
@@ -61,14 +101,13 @@ class StepMemory:
         self.parameters[at.BLOCK_SIZE] = pool.block_size
 
     def describe(self, batch: ForwardBatch, drawn: NDArray[np.int32]) -> None:
-        """Write one step's facts. `drawn` are the tokens of the step before."""
-        token_ids = batch.token_ids
-        if (batch.token_sources >= 0).any():
-            sources = batch.token_sources
-            token_ids = np.where(sources >= 0, drawn[np.maximum(sources, 0)], token_ids)
+        """Write one step's facts. `drawn` are the tokens of the step before, or will be."""
+        parameters = self.parameters
+        parameters[at.STEP_NUMBER] = -1
         num_sequences = len(batch.query_starts) - 1
         for place, array, kind in (
-            (at.TOKEN_IDS, token_ids, np.int32),
+            (at.TOKEN_IDS, batch.token_ids, np.int32),
+            (at.SOURCES, batch.token_sources, np.int32),
             (at.POSITIONS, batch.positions, np.int32),
             (at.SAMPLE_ROWS, batch.sample_rows, np.int32),
             (at.QUERY_STARTS, batch.query_starts, np.int32),
@@ -77,18 +116,21 @@ class StepMemory:
             (at.TABLES, batch.block_tables, np.int32),
         ):
             self._set_array(place, np.ascontiguousarray(array, kind))
+        self._set_array(at.DRAWN, drawn)
         self._plan_attention(batch)
-        parameters = self.parameters
         parameters[at.NUM_OPERATIONS] = len(self._program.operations)
-        parameters[at.NUM_TOKENS] = len(token_ids)
+        self.num_barriers = self._program.num_barriers
+        parameters[at.NUM_TOKENS] = len(batch.token_ids)
         parameters[at.NUM_SAMPLES] = len(batch.sample_rows)
         parameters[at.NUM_SEQUENCES] = num_sequences
         parameters[at.TABLE_WIDTH] = batch.block_tables.shape[2]
-        self._grow((len(token_ids), len(batch.sample_rows)))
+        parameters[at.DRAW] = 0
 
-    def logits(self) -> tuple[int, int]:
-        """Where the last step's logits are, and the bytes from row to row."""
-        return int(self._addresses[self._program.logits_buffer]), self._program.logits_stride
+    def draw_with(self, function: int, arguments: NDArray[np.int64], keep: object) -> None:
+        """Have the step draw too: see layout's DRAW."""
+        self.parameters[at.DRAW] = function
+        self._set_array(at.DRAW_ARGUMENTS, arguments)
+        self._keep[at.DRAW] = keep
 
     def _plan_attention(self, batch: ForwardBatch) -> None:
         """Write the items of every KV group, one group after the other, and hold the memory they share."""
@@ -117,22 +159,9 @@ class StepMemory:
             starts[group + 1] = used
         self._set_array(at.ITEMS, self._items)
         self._set_array(at.ITEM_STARTS, starts)
-        if num_bytes > 8 * len(self._partials):
-            self._partials = map_pages(num_bytes + num_bytes // 2).view(np.int64)
-        if num_lines * at.LINE_WORDS > len(self._arrivals):
-            self._arrivals = np.zeros(2 * num_lines * at.LINE_WORDS, np.int64)
-        self._set_array(at.PARTIALS, self._partials)
-        self._set_array(at.ARRIVALS, self._arrivals)
-
-    def _grow(self, rows: tuple[int, int]) -> None:
-        """Make every buffer large enough; give back what one rare step (a scored prompt) left behind."""
-        for number, domain in enumerate(self._program.buffer_domains):
-            needed = max(1, rows[domain]) * self._program.buffer_row_bytes[number] + _SLACK_BYTES
-            held = len(self._buffers[number])
-            if needed <= held <= max(_KEPT_BYTES, 8 * needed):
-                continue
-            self._buffers[number] = map_pages(needed + needed // 2)
-            self._addresses[number] = address(self._buffers[number])
+        self._buffers.hold_partials(num_bytes, num_lines)
+        self._set_array(at.PARTIALS, self._buffers.partials)
+        self._set_array(at.ARRIVALS, self._buffers.arrivals)
 
     def _set_array(self, place: int, array: NDArray[Any]) -> None:
         self._keep[place] = array
