@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 from headrace.backends.cpu.fast import kv_pool
 from headrace.backends.cpu.fast.arena import address, make_resident, map_pages
 from headrace.backends.cpu.fast.kv_pool import FORMS, FastKVPool
+from headrace.backends.cpu.fast.pages import PagePreparer
 from headrace.types import KVGroupSpec
 
 MIB = 1 << 20
@@ -89,3 +92,44 @@ def test_a_system_without_the_request_is_asked_once(
 ) -> None:
     monkeypatch.setattr(kv_pool, "make_resident", lambda piece: False)
     assert prepared(pool) == 1
+
+
+def test_pages_are_prepared_beside_the_engine_and_only_while_they_may_be() -> None:
+    calls: list[int] = []
+    going, step = threading.Event(), threading.Semaphore(0)
+
+    def prepare() -> bool:
+        calls.append(len(calls))
+        going.set()
+        step.acquire()
+        return len(calls) < 4
+
+    pages = PagePreparer(prepare)
+    pages.pause()
+    pages.allow()
+    assert going.wait(30)
+    pages.pause()
+    step.release()
+    time.sleep(0.05)
+    assert len(calls) == 1, "paused behind the first piece"
+    pages.allow()
+    for _ in range(8):
+        step.release()
+    end = time.monotonic() + 30
+    while len(calls) < 4 and time.monotonic() < end:
+        time.sleep(0.005)
+    time.sleep(0.05)
+    assert len(calls) == 4, "until nothing is left"
+    pages.close()
+    pages.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "headrace-pages"]
+
+
+def test_a_failure_to_prepare_ends_that_alone() -> None:
+    def prepare() -> bool:
+        raise OSError("no")
+
+    pages = PagePreparer(prepare)
+    pages.allow()
+    pages.allow()
+    pages.close()

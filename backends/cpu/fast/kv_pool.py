@@ -95,10 +95,12 @@ class FastKVPool:
             table[number] = address(layer.runs), layer.runs.strides[0], shift
         return table
 
-    def note_use(self, block: int) -> None:
-        """Note that a step writes a block: `prepare` stays ahead of the highest."""
-        if block > self._most_used:
+    def note_use(self, block: int) -> bool:
+        """Note that a step writes a block: `prepare` stays ahead of the highest. Return whether that is it."""
+        is_highest = block > self._most_used
+        if is_highest:
             self._most_used = block
+        return is_highest
 
     def forget_use(self) -> None:
         """Forget what was noted: it was a trial."""

@@ -21,6 +21,7 @@ from headrace.backends.cpu.fast.kernels_draw import draw_all
 from headrace.backends.cpu.fast.kernels_product import GROUP
 from headrace.backends.cpu.fast.kv_pool import FORMS, FastKVPool, bytes_per_block
 from headrace.backends.cpu.fast.packing import SCHEMES, UnsupportedModel
+from headrace.backends.cpu.fast.pages import PagePreparer
 from headrace.backends.cpu.fast.pool import ThreadPool
 from headrace.backends.cpu.fast.recorder import Recorder
 from headrace.backends.cpu.fast.sampling import FastSampler
@@ -126,6 +127,9 @@ class FastRunner:
         self._vocab_size = model.architecture.vocab_size
         self._is_closed = False
         self._pool: FastKVPool | None = None
+        self._preparer: PagePreparer | None = None
+        self._is_growing = False
+        """Whether the last step described wrote a higher block than any before."""
         self._num_blocks = 0
         self._sampler = FastSampler(settings.num_threads)
         self._trial = BesideTrial()
@@ -174,6 +178,7 @@ class FastRunner:
     def allocate(self, num_blocks: int) -> None:
         assert self._pool is None, "the KV pool is allocated once"
         self._pool = FastKVPool(self._groups, num_blocks, self._settings.block_size, self._form)
+        self._preparer = PagePreparer(self._pool.prepare)
         self._num_blocks = num_blocks
         for step in self._steps:
             step.use_pool(self._pool)
@@ -197,6 +202,7 @@ class FastRunner:
 
     def execute(self, batch: ForwardBatch) -> FastStepHandle:
         threads, note = self._computing(), self._noting(batch, beside=False)
+        self._pages().pause()
         num_threads = threads.run(self._describe(batch))
         return FastStepHandle(self._sampler, self._logits(), batch.sampling, num_threads, note)
 
@@ -211,6 +217,8 @@ class FastRunner:
         draw = self._sampler.prepare(self._logits(), batch.sampling)
         step.draw_with(draw_all.address, draw.native(), draw)
         threads.launch(step)
+        if self._is_growing:
+            self._pages().allow()
         return BesideHandle(threads, step, draw, note)
 
     def _noting(self, batch: ForwardBatch, *, beside: bool) -> Callable[[], None]:
@@ -237,7 +245,8 @@ class FastRunner:
         if not self._buffers.fit(rows):
             self._computing().wait_for_all()
             self._buffers.resize(rows)
-        self._kv().note_use(int(batch.slots.max()) // self._settings.block_size)
+        highest = int(batch.slots.max()) // self._settings.block_size
+        self._is_growing = self._kv().note_use(highest)
         step.describe(batch, self._sampler.drawn)
         self._steps.reverse()
         return step
@@ -246,8 +255,9 @@ class FastRunner:
         return (*self._buffers.logits(), self._vocab_size)
 
     def prepare(self) -> bool:
-        """Use a moment without work, of milliseconds; False: nothing is left to do."""
-        return self._kv().prepare()
+        """Have a thread prepare memory from now on, while no core is wanted. Always False: nobody waits."""
+        self._pages().allow()
+        return False
 
     def profile(self, batch: ForwardBatch) -> dict[str, float]:
         """Run a step; return the milliseconds of core time per kind of operation, all threads together."""
@@ -297,6 +307,8 @@ class FastRunner:
         if self._is_closed:
             return
         self._is_closed = True
+        if self._preparer is not None:
+            self._preparer.close()
         if self._threads is not None:
             self._threads.close()
         self._sampler.close()
@@ -307,6 +319,10 @@ class FastRunner:
         if self._threads is not None:
             self._threads.wait_for_all()
         return self._kv()
+
+    def _pages(self) -> PagePreparer:
+        assert self._preparer is not None, "allocate comes before any step"
+        return self._preparer
 
     def _kv(self) -> FastKVPool:
         assert self._pool is not None, "allocate comes before any use of the KV pool"

@@ -1,0 +1,52 @@
+"""Has memory that steps will write soon exist beforehand, in a thread of its own: nobody waits for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import structlog
+
+
+class PagePreparer:
+    """Calls `prepare` piece by piece while it may, until that says False. `close` ends the thread."""
+
+    def __init__(self, prepare: Callable[[], bool]) -> None:
+        self._prepare = prepare
+        self._may = threading.Event()
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+
+    def allow(self) -> None:
+        """Go on from now: the cores have nothing to compute, or one of them has not."""
+        if self._thread is None and not self._is_closed:
+            self._thread = threading.Thread(target=self._run, name="headrace-pages", daemon=True)
+            self._thread.start()
+        self._may.set()
+
+    def pause(self) -> None:
+        """Stop behind the piece that is being prepared."""
+        self._may.clear()
+
+    def close(self) -> None:
+        """End the thread and wait for it. A second call does nothing."""
+        self._is_closed = True
+        self._may.set()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+
+    def _run(self) -> None:
+        while True:
+            self._may.wait()
+            if self._is_closed:
+                return
+            try:
+                is_more = self._prepare()
+            except Exception as error:  # what only saves time costs nobody an answer
+                structlog.get_logger("headrace.engine").error(
+                    "memory could not be prepared, and will not be", exc_info=error
+                )
+                return
+            if not is_more:
+                self._may.clear()
