@@ -11,8 +11,10 @@ from statistics import median
 
 MAX_TOKENS = 4
 """Larger steps keep all threads: they wait for the vector units."""
-TRIED_STEPS, SKIPPED_STEPS, KEPT_STEPS = 12, 3, 1024
+TRIED_STEPS, SKIPPED_STEPS, KEPT_STEPS = 9, 2, 1024
 """Steps in each of the two ways, those not counted, and steps for which the better way is kept."""
+FEW_KV_ROWS = 1023
+"""Up to so many, rows matter little beside the weights; beyond, each power of two is tried on its own."""
 LONGEST_PAUSE_SECONDS = 0.005
 """Between two steps that follow each other; behind a longer one the engine had nothing to do."""
 
@@ -69,7 +71,7 @@ class BesideTrial:
             kind.note(now - last[2])
 
     def _kind(self, num_tokens: int, num_kv_rows: int) -> _Kind:
-        size = num_tokens, num_kv_rows.bit_length()
+        size = num_tokens, max(num_kv_rows, FEW_KV_ROWS).bit_length()
         if size not in self._kinds:
             self._kinds[size] = _Kind()
         return self._kinds[size]
