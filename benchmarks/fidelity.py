@@ -2,10 +2,12 @@
 
     python benchmarks/fidelity.py --model smollm2 --profile profile.json
 
-Measures the machine's step times first where the profile does not exist yet (a minute or two). A trace is
-replayed in slices, and the step times are measured again before and after each: a processor that clocks
-its vector units by what its neighbours do is a tenth faster in one minute than in the next, and what is
-asked here is whether the simulator is right about the machine as it was. Nothing else should run on it.
+Measures the machine's step times first where the profile does not exist yet (a minute or two). A processor
+that clocks its vector units by what its neighbours do is a fifth faster in one second than in the next, and
+what is asked here is whether the simulator is right about the machine as it was. So a trace is replayed in
+slices, and the simulator is told two numbers of each: how long the server's steps of decodes, and those with
+prompt tokens, took in all over how long they would by the profile. The table has the errors with these and
+without. Nothing else should run meanwhile.
 """
 
 from __future__ import annotations
@@ -13,18 +15,19 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import anyio
+import httpx
 
 from headrace.cli.simulate import make_setup
 from headrace.config import load_config, parse_assignments
 from headrace.config.schema import replica_config
 from headrace.load import LoadPlan, LoadReport, PlannedRequest, run_load
-from headrace.load.profile import Sample, fit, measure_again, measure_profile
+from headrace.load.profile import fit, measure_profile
 from headrace.load.report import FRACTIONS, percentile
 from headrace.simulator.figures import latencies
 from headrace.simulator.hardware import Hardware, from_document, from_profile
@@ -34,11 +37,11 @@ from headrace.simulator.simulation import simulate
 from headrace.simulator.trace import HASH_BLOCK_TOKENS, Trace, TraceRequest, in_order
 from headrace.testing.server import started_server
 
+_APPROACHES = 2
+"""Simulations until the factors are those of the simulation that is made with them."""
 _SHARED_TOKENS = 2 * HASH_BLOCK_TOKENS
 _WARM_UP_REQUESTS = 8
 _LOWEST_ID, _NUM_IDS = 100, 40_000
-_REPEATS = 3
-"""Rounds over all shapes of steps between two slices."""
 SHAPES = {
     "chat": ((60, 0.8, 400), (40, 0.7, 160), 0),
     "code": ((400, 0.5, 1200), (10, 0.6, 40), 0),
@@ -77,18 +80,26 @@ def _length(rng: random.Random, median: float, sigma: float, most: int) -> int:
     return max(2, min(most, round(median * rng.lognormvariate(0.0, sigma))))
 
 
+def warm_up(url: str) -> None:
+    """Send a few requests that count for nothing."""
+    requests = [PlannedRequest([7] * (20 + n), 8) for n in range(_WARM_UP_REQUESTS)]
+
+    async def run() -> None:
+        await run_load(LoadPlan(url=url, num_requests=len(requests)), requests=requests)
+
+    anyio.run(run)
+
+
 def replay(url: str, trace: Trace, block_size: int) -> LoadReport:
-    """Send a trace to a server, prompts as token ids, after a few requests that warm it up."""
+    """Send a trace to a server, prompts as token ids."""
     maker = PromptMaker(block_size, "")
     planned = []
     for request in trace.requests:
         tokens, _ = maker.make(request)
         ids = [_LOWEST_ID + token % _NUM_IDS for token in tokens]
         planned.append(PlannedRequest(ids, request.num_output_tokens, request.at))
-    warm = [PlannedRequest([7] * (20 + n), 8) for n in range(_WARM_UP_REQUESTS)]
 
     async def run() -> LoadReport:
-        await run_load(LoadPlan(url=url, num_requests=len(warm)), requests=warm)
         plan = LoadPlan(url=url, request_rate=1.0, num_requests=len(planned))
         return await run_load(plan, requests=planned)
 
@@ -113,39 +124,83 @@ class Latencies:
         self.tpot += tpot.tolist()
 
 
-def compare(name: str, real: Latencies, simulated: Latencies) -> dict[str, Any]:
-    """Return the latencies of both, in seconds, and how far the simulated ones are off."""
+def compare(name: str, real: Latencies, simulated: Mapping[str, Latencies]) -> dict[str, Any]:
+    """Return the latencies of both, in seconds, and how far the simulated ones are off, either way."""
     row: dict[str, Any] = {"trace": name, "requests": len(real.ttft)}
     for latency, column in _COLUMNS:
-        found, said = (
-            percentile(sorted(getattr(each, latency)), FRACTIONS[column])
-            for each in (real, simulated)
-        )
-        row[f"{latency}_{column}"] = {"real": found, "simulated": said, "error": said / found - 1}
+        found = percentile(sorted(getattr(real, latency)), FRACTIONS[column])
+        cell = row[f"{latency}_{column}"] = {"real": found}
+        for way, latencies_ in simulated.items():
+            said = percentile(sorted(getattr(latencies_, latency)), FRACTIONS[column])
+            cell |= {way: said, f"{way}_error": said / found - 1}
     return row
 
 
-def between(profile: dict[str, Any], before: list[Sample], after: list[Sample]) -> Hardware:
-    """Return the device as it was between two measurements of its steps."""
-    samples = [
-        one | {"seconds": (one["seconds"] + other["seconds"]) / 2}
-        for one, other in zip(before, after, strict=True)
-    ]
-    return from_document(profile | {"samples": samples, "step_time": asdict(fit(samples))})
+@dataclass(frozen=True, slots=True)
+class StepSeconds:
+    """What steps took in all: of decodes alone, and those that computed prompt tokens."""
+
+    decode: float
+    prefill: float
+
+    def over(self, other: StepSeconds) -> StepSeconds:
+        return StepSeconds(self.decode / other.decode, self.prefill / other.prefill)
+
+    def less(self, other: StepSeconds) -> StepSeconds:
+        return StepSeconds(self.decode - other.decode, self.prefill - other.prefill)
+
+    def times(self, other: StepSeconds) -> StepSeconds:
+        return StepSeconds(self.decode * other.decode, self.prefill * other.prefill)
+
+
+def at_speed(profile: dict[str, Any], factors: StepSeconds, *, with_host: bool = True) -> Hardware:
+    """Return the device of a profile where steps take so many times as long.
+
+    Without the host what passes between two steps is left out, as in a server's own count.
+    """
+    samples = []
+    for sample in profile["samples"]:
+        factor = factors.prefill if sample["prefill_tokens"] else factors.decode
+        scaled = {n: v * factor for n, v in sample.items() if n.endswith("seconds")}
+        samples.append(sample | scaled)
+    kept = profile["overhead"]
+    if not with_host:
+        own = ("served_seconds_beside", "served_seconds_per_request")
+        kept = {name: value if name in own else 0.0 for name, value in kept.items()}
+    return from_document(
+        profile | {"samples": samples, "overhead": kept, "step_time": asdict(fit(samples))}
+    )
+
+
+def server_seconds(url: str) -> StepSeconds:
+    """Return how long the steps of a server's engines took so far."""
+    lines = [line.split() for line in httpx.get(f"{url}/metrics").text.splitlines()]
+
+    def total(name: str) -> float:
+        return sum(float(words[-1]) for words in lines if words and words[0].startswith(name))
+
+    prefill = total("headrace_prefill_step_seconds_total")
+    return StepSeconds(total("headrace_step_seconds_sum") - prefill, prefill)
+
+
+def simulated_seconds(outcomes: Outcomes) -> StepSeconds:
+    prefill = outcomes.prefill_step_seconds_total
+    return StepSeconds(outcomes.step_seconds_total - prefill, prefill)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the comparison as Markdown."""
     lines = [
-        "| trace | requests | figure | server | simulator | error |",
-        "|---|---|---|---|---|---|",
+        "| trace | requests | figure | server | simulator | error | at the profile's speed |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         for latency, column in _COLUMNS:
             cell = row[f"{latency}_{column}"]
             lines.append(
                 f"| {row['trace']} | {row['requests']} | {latency.upper()} {column} | "
-                f"{1e3 * cell['real']:.1f} ms | {1e3 * cell['simulated']:.1f} ms | {cell['error']:+.1%} |"
+                f"{1e3 * cell['real']:.1f} ms | {1e3 * cell['followed']:.1f} ms | "
+                f"{cell['followed_error']:+.1%} | {cell['profile_error']:+.1%} |"
             )
     return "\n".join(lines)
 
@@ -155,7 +210,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--profile", type=Path, default=Path("profile.json"))
     parser.add_argument("--seconds", type=float, default=90.0, help="length of each trace")
-    parser.add_argument("--slices", type=int, default=3)
+    parser.add_argument("--slices", type=int, default=6)
     parser.add_argument("--load", type=float, default=0.35, help="share of the time it is busy")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--set", action="append", default=[], help="any key, as for serve")
@@ -174,20 +229,33 @@ def main() -> None:
     profile = json.loads(arguments.profile.read_text())
     hardware = from_profile(arguments.profile)
     rows = []
-    now = measure_again(data, profile, _REPEATS)
     for name in SHAPES:
-        real, simulated = Latencies(), Latencies()
+        real, simulated = Latencies(), {"followed": Latencies(), "profile": Latencies()}
+        found = []
         for number in range(arguments.slices):
             seconds, seed = arguments.seconds / arguments.slices, arguments.seed + number
             trace = make_trace(name, hardware, seconds, arguments.load, seed)
             with started_server(flags) as server:
+                warm_up(server.url)
+                before = server_seconds(server.url)
                 real.add_real(replay(server.url, trace, profile["engine"]["block_size"]))
-            before, now = now, measure_again(data, profile, _REPEATS)
-            setup = make_setup(None, settings, between(profile, before, now), 1)
-            simulated.add_simulated(simulate(setup, trace))
+                spent = server_seconds(server.url).less(before)
+
+            def run(device: Hardware, trace: Trace = trace) -> Outcomes:
+                return simulate(make_setup(None, settings, device, 1), trace)
+
+            factors = StepSeconds(1.0, 1.0)
+            for _ in range(_APPROACHES):
+                bare = run(at_speed(profile, factors, with_host=False))
+                factors = factors.times(spent.over(simulated_seconds(bare)))
+            found.append(f"{factors.decode:.2f} / {factors.prefill:.2f}")
+            simulated["profile"].add_simulated(run(hardware))
+            simulated["followed"].add_simulated(run(at_speed(profile, factors)))
         rows.append(compare(name, real, simulated))
         print(table(rows[-1:]), flush=True)
-    worst = max(abs(row[f"{a}_{b}"]["error"]) for row in rows for a, b in _COLUMNS)
+        print("steps of decodes / prompts took, of the profile's:", *found, flush=True)
+    cells = [row[f"{latency}_{column}"] for row in rows for latency, column in _COLUMNS]
+    worst = max(abs(cell["followed_error"]) for cell in cells)
     print(f"\n{table(rows)}\n\nlargest error: {worst:.1%}")
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")

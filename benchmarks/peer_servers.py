@@ -22,7 +22,7 @@ from typing import Protocol
 import anyio
 
 from headrace.load import Lengths, LoadPlan, run_load
-from headrace.load.profile import core_seconds
+from headrace.load.overheads import core_seconds
 
 START_SECONDS = 600.0
 NAME = "peer"

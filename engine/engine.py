@@ -374,6 +374,7 @@ class Engine:
             generation_tokens_total=self._outcome.generation_tokens_total,
             steps_total=self._account.steps_total,
             step_seconds_total=self._account.seconds_total,
+            prefill_step_seconds_total=self._account.prefill_seconds_total,
             step_time_coefficients=self.step_time.coefficients,
             step_time_error=self.step_time.relative_error,
             **_policy_counts("policy", self._policy),

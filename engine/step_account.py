@@ -14,7 +14,7 @@ class StepAccount:
     def __init__(self) -> None:
         self.step_time = StepTimeModel()
         self.steps_total = 0
-        self.seconds_total = 0.0
+        self.seconds_total = self.prefill_seconds_total = 0.0
 
     def count(
         self, num_prefill_tokens: int, num_sequences: int, num_kv_rows: int, seconds: float
@@ -22,6 +22,8 @@ class StepAccount:
         """Count one step and what it computed."""
         self.steps_total += 1
         self.seconds_total += seconds
+        if num_prefill_tokens:
+            self.prefill_seconds_total += seconds
         number = self.steps_total
         if (
             num_prefill_tokens

@@ -56,6 +56,11 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
         lambda stats: stats.prefix_hit_tokens_total,
     ),
     ("prompt_tokens", "Prompt tokens of requests", lambda stats: stats.prompt_tokens_total),
+    (
+        "prefill_step_seconds",
+        "Of the seconds of steps, those of steps with prompt tokens",
+        lambda stats: stats.prefill_step_seconds_total,
+    ),
     ("generation_tokens", "Tokens generated", lambda stats: stats.generation_tokens_total),
 )
 

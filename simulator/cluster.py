@@ -96,7 +96,12 @@ class Cluster:
                 self._run_until(at)
                 self._arrive(row, request, at)
             self._run_until(_NEVER)
-        self.outcomes.steps_total = sum(s.stats.steps_total for s in self._stations.values())
+        stats = [station.stats for station in self._stations.values()]
+        self.outcomes.steps_total = sum(each.steps_total for each in stats)
+        self.outcomes.step_seconds_total = sum(each.step_seconds_total for each in stats)
+        self.outcomes.prefill_step_seconds_total = sum(
+            each.prefill_step_seconds_total for each in stats
+        )
         return self.outcomes
 
     # --- time -------------------------------------------------------------------
@@ -203,6 +208,9 @@ class Cluster:
                 news = station.run(now)
                 if news:
                     self._follow(station, news)
+            news = station.step_launched(now)
+            if news:
+                self._follow(station, news)
         try:
             station.submit(caller.request, now)
         except RequestError as error:

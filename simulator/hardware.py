@@ -135,6 +135,7 @@ def from_document(document: Mapping[str, Any]) -> Hardware:
             seconds_per_sequence=overhead["engine_seconds_per_sequence"]
             + (overhead.get("gateway_seconds_per_token") or 0.0),
         ),
+        StepTimeFormula(base_seconds=overhead.get("served_seconds_beside", 0.0)),
     )
     model = document["model"]
     per_token = model["kv_bytes_per_token"]

@@ -3,7 +3,7 @@
 Decodes: piecewise linear in the rows per sequence between the contexts that were measured, and in the
 number of sequences between those that were. Chunks of prompts: linear in the size of the chunk and in the
 context before it, which attention makes dearer by the token; the formula's slopes for the decodes beside
-it. Beyond the samples the slopes go on.
+it. Beyond the samples the slopes go on. Small decodes may have been measured beside the engine's own work too.
 """
 
 from __future__ import annotations
@@ -28,21 +28,30 @@ class MeasuredStepTime:
         samples: Sequence[Mapping[str, float]],
         formula: StepTimeFormula,
         overhead: StepTimeFormula,
+        overhead_beside: StepTimeFormula | None = None,
     ) -> None:
-        """`overhead` is added to what the device takes: the engine's own part."""
+        """`overhead` is added to what the device takes: the engine's own part.
+
+        `overhead_beside` is added to `beside_seconds` instead, what small decodes take that are computed
+        while the engine plans: a step is then one or the other, whichever is shorter.
+        """
         self._formula = formula
         self._overhead = overhead
+        self._overhead_beside = overhead_beside or StepTimeFormula()
         decodes: dict[int, dict[float, float]] = {}
+        beside: dict[int, dict[float, float]] = {}
         chunks: dict[int, dict[float, float]] = {}
         for sample in samples:
             tokens, count = int(sample["prefill_tokens"]), int(sample["sequences"])
             rows = int(sample["kv_rows"])
             if tokens == 0:
                 decodes.setdefault(count, {})[rows / count] = sample["seconds"]
+                if "beside_seconds" in sample:
+                    beside.setdefault(count, {})[rows / count] = sample["beside_seconds"]
             elif count == 1:
                 chunks.setdefault(tokens, {})[rows - tokens] = sample["seconds"]
-        self._counts = sorted(decodes)
-        self._lines = [_line(decodes[count]) for count in self._counts]
+        self._decodes = _Decodes(decodes, formula) if decodes else None
+        self._beside = _Decodes(beside, formula) if beside else None
         self._chunks = sorted(chunks)
         self._chunk_lines = [_line(chunks[size]) for size in self._chunks]
 
@@ -52,11 +61,27 @@ class MeasuredStepTime:
         if num_prefill_tokens and self._chunks:
             chunk = self._chunk_seconds(num_prefill_tokens, num_sequences, num_kv_rows) + extra
             return chunk if np.ndim(num_kv_rows) else float(chunk)
-        if num_prefill_tokens or not self._counts:
+        if num_prefill_tokens or self._decodes is None:
             return self._formula.seconds(num_prefill_tokens, num_sequences, num_kv_rows) + extra
         rows = np.atleast_1d(np.asarray(num_kv_rows, float))
-        found = self._decode_seconds(num_sequences, rows) + extra
+        found = self._decodes.seconds(num_sequences, rows) + extra
+        beside = self._seconds_beside(num_sequences, rows)
+        if beside is not None:
+            found = np.minimum(found, beside)
         return found if np.ndim(num_kv_rows) else float(found[0])
+
+    def runs_beside(self, num_sequences: int, num_kv_rows: int) -> bool:
+        """Whether such decodes are computed beside the engine's own work, each launched a step ahead."""
+        beside = self._seconds_beside(num_sequences, np.array([num_kv_rows], float))
+        return beside is not None and bool(
+            beside[0] <= self.seconds(0, num_sequences, num_kv_rows) * (1 + 1e-9)
+        )
+
+    def _seconds_beside(self, num_sequences: int, rows: Floats) -> Floats | None:
+        if self._beside is None or num_sequences > self._beside.counts[-1]:
+            return None
+        extra: float = self._overhead_beside.seconds(0, num_sequences, 0)
+        return self._beside.seconds(num_sequences, rows) + extra
 
     def _chunk_seconds(self, num_tokens: int, num_sequences: int, num_kv_rows: Any) -> Any:
         """Return what a chunk takes, the rows before it shared evenly with the sequences beside it.
@@ -80,8 +105,19 @@ class MeasuredStepTime:
         found = lower + (num_tokens - low) / (high - low) * (upper - lower)
         return np.maximum(found, lower if num_tokens > low else 0.0) + beside
 
-    def _decode_seconds(self, num_sequences: int, rows: Floats) -> Floats:
-        counts = self._counts
+
+class _Decodes:
+    """Decodes by number of sequences and context."""
+
+    def __init__(
+        self, samples: Mapping[int, Mapping[float, float]], formula: StepTimeFormula
+    ) -> None:
+        self.counts = sorted(samples)
+        self._lines = [_line(samples[count]) for count in self.counts]
+        self._formula = formula
+
+    def seconds(self, num_sequences: int, rows: Floats) -> Floats:
+        counts = self.counts
         above = int(np.searchsorted(counts, num_sequences))
         if above < len(counts) and counts[above] == num_sequences:
             return self._at(above, num_sequences, rows)
@@ -100,7 +136,7 @@ class MeasuredStepTime:
         """Return what so many rows a sequence take on the line of a measured number of sequences."""
         contexts, seconds = self._lines[place]
         each = rows / num_sequences
-        beyond = np.maximum(each - contexts[-1], 0.0) * self._counts[place]
+        beyond = np.maximum(each - contexts[-1], 0.0) * self.counts[place]
         beyond *= self._formula.seconds_per_kv_row
         found: Floats = np.interp(each, contexts, seconds) + beyond
         return found

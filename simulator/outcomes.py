@@ -37,6 +37,9 @@ class Outcomes:
     """Row to reason, of requests that were not let in."""
     moments: list[Moment] = field(default_factory=list)
     steps_total: int = 0
+    step_seconds_total: float = 0.0
+    """What the steps of all replicas took, added up; those that computed prompt tokens apart below."""
+    prefill_step_seconds_total: float = 0.0
     policy_failures: list[str] = field(default_factory=list)
     """Of each policy that failed: which, how often, and the last reason."""
 

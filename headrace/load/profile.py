@@ -8,42 +8,37 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
-from statistics import fmean, median
-from typing import TYPE_CHECKING, Any
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, cast
 
-import anyio
 import numpy as np
 
 from headrace.backends.batches import SequenceStep, forward_batch, sampling_batch
 from headrace.build import open_runner
 from headrace.clock import SystemClock
 from headrace.config import ReplicaConfig
-from headrace.load.client import run_load
-from headrace.load.plan import Lengths, LoadPlan
+from headrace.load.overheads import Report, Sample, measure_overheads
 from headrace.plugins.manager import create_plugin_manager
 from headrace.plugins.registry import Registries
 from headrace.step_time import StepTimeFormula
-from headrace.testing.server import started_server
 from headrace.types import EngineSettings
 
 if TYPE_CHECKING:
-    from headrace.interfaces import LoadedModel, Runner
+    from headrace.interfaces import BesideRunner, LoadedModel, Runner
+    from headrace.types import ForwardBatch
 
 FORMAT = "headrace-step-profile-1"
 SEQUENCES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (64, 512, 2048)
 CHUNKS = (16, 64, 128, 256, 512)
 REPEATS = 11
-_OVERHEAD_STEPS = 200
-_GATEWAY_REQUESTS, _GATEWAY_TOKENS = 64, 65
-_SERVED_REQUESTS, _SERVED_PROMPT, _SERVED_OUTPUT = 24, 16, 17
-
-Report = Callable[[str, float], None]
-Sample = dict[str, float]
+_MOST_BESIDE, _STEPS_BESIDE = 4, 4
+"""Sequences of decodes that are measured beside the caller too, and steps of such a measurement."""
 
 
 def measure_profile(
@@ -85,21 +80,9 @@ def measure_profile(
         },
         "step_time": asdict(formula),
         "fit": {"mean_relative_error": mean_relative_error(formula, samples)},
-        "overhead": measure_overhead()
-        | measure_gateway(config, report)
-        | measure_served(serve_arguments, samples, report),
+        "overhead": measure_overheads(config, serve_arguments, samples, report),
         "samples": samples,
     }
-
-
-def measure_again(
-    data: Mapping[str, Any], profile: Mapping[str, Any], repeats: int
-) -> list[Sample]:
-    """Return the samples of a profile as the machine is now, without what gateway and engine add."""
-    with _loaded(ReplicaConfig.from_dict(data), _say_nothing) as (runner, _, settings, num_blocks):
-        samples = measure_steps(runner, settings, num_blocks, _say_nothing, repeats)
-    assert len(samples) == len(profile["samples"]), "the profile is of another configuration"
-    return samples
 
 
 def _say_nothing(stage: str, fraction: float) -> None:
@@ -155,16 +138,20 @@ def measure_steps(
         for steps in shapes
     ]
     seconds: list[list[float]] = [[] for _ in shapes]
+    beside: list[list[float]] = [[] for _ in shapes]
     for round_index in range(repeats + 1):
         report("profile", round_index / (repeats + 1))
-        for batch, found in zip(batches, seconds, strict=True):
+        for steps, batch, found, ahead in zip(shapes, batches, seconds, beside, strict=True):
             start = time.perf_counter()
             handle = runner.execute(batch)
             handle.sample()
             handle.result()
             found.append(time.perf_counter() - start)
+            if len(steps) <= _MOST_BESIDE and hasattr(runner, "execute_beside"):
+                if all(len(step.token_ids) == 1 for step in steps):
+                    ahead.append(seconds_beside(cast("BesideRunner", runner), batch))
     samples = []
-    for steps, found in zip(shapes, seconds, strict=True):
+    for steps, found, ahead in zip(shapes, seconds, beside, strict=True):
         counts = [len(step.token_ids) for step in steps]
         samples.append(
             {
@@ -174,7 +161,22 @@ def measure_steps(
                 "seconds": middle_mean(found[1:]),
             }
         )
+        if ahead:
+            samples[-1]["beside_seconds"] = middle_mean(ahead[1:])
     return samples
+
+
+def seconds_beside(runner: BesideRunner, batch: ForwardBatch) -> float:
+    """Return the mean seconds between results of equal steps, each launched before the last one is done."""
+    handles = deque(runner.execute_beside(batch) for _ in range(2))
+    handles.popleft().result()
+    start = time.perf_counter()
+    for _ in range(_STEPS_BESIDE):
+        handles.append(runner.execute_beside(batch))
+        handles.popleft().result()
+    found = (time.perf_counter() - start) / _STEPS_BESIDE
+    handles.popleft().result()
+    return found
 
 
 def middle_mean(seconds: Sequence[float]) -> float:
@@ -237,129 +239,3 @@ def mean_relative_error(formula: StepTimeFormula, samples: Sequence[Sample]) -> 
         counts = (int(sample[name]) for name in ("prefill_tokens", "sequences", "kv_rows"))
         errors.append(abs(formula.seconds(*counts) / sample["seconds"] - 1.0))
     return float(np.mean(errors))
-
-
-def measure_overhead() -> dict[str, float]:
-    """Return what the engine adds to a step: seconds, and seconds per sequence.
-
-    A device that takes no time leaves planning, arrays, outcome and text. Its tokens are made up by
-    NumPy in some ten microseconds, which count as the engine's.
-    """
-    one, many = engine_seconds(1), engine_seconds(32)
-    per_sequence = max(0.0, (many - one) / 31)
-    return {
-        "engine_seconds_per_step": max(0.0, one - per_sequence),
-        "engine_seconds_per_sequence": per_sequence,
-    }
-
-
-def engine_seconds(num_sequences: int) -> float:
-    """Return the median seconds of a step of so many decodes on a device that takes no time."""
-    from headrace.backends.simulated.runner import SimulatedDevice, SimulatedRunner
-    from headrace.testing.engine_driver import drive_runner, driver_tokenizer
-    from headrace.types import KVGroupSpec
-
-    vocab_size = driver_tokenizer().vocab_size
-    settings = EngineSettings(max_model_len=1024, max_num_sequences=num_sequences)
-    runner = SimulatedRunner(
-        groups=(KVGroupSpec(name="all", layers=(0,), num_kv_heads=1, head_dim=16),),
-        vocab_size=vocab_size,
-        settings=settings,
-        clock=SystemClock(),
-        device=SimulatedDevice(StepTimeFormula()),
-    )
-    driver = drive_runner(runner, settings, 64 * num_sequences, vocab_size)
-    for row in range(num_sequences):
-        driver.submit([row + 1] * 8, max_tokens=1000)
-    for _ in range(8):
-        driver.engine.step()
-    found = []
-    for _ in range(_OVERHEAD_STEPS):
-        start = time.perf_counter()
-        driver.engine.step()
-        found.append(time.perf_counter() - start)
-    return median(found)
-
-
-def measure_gateway(config: ReplicaConfig, report: Report) -> dict[str, float | None]:
-    """Return the gateway process's seconds of core time per request and per streamed token.
-
-    None where the system does not tell a process's time (it is read from Linux's /proc).
-    """
-    arguments = ["--model", config.model.source, "--set", "models.0.backend.use=simulated"]
-    arguments += ["--set", "models.0.backend.options.base_seconds=0.001"]
-    report("gateway", 0.0)
-    spent = []
-    with started_server(arguments) as server:
-        plan = LoadPlan(url=server.url, concurrency=8, num_requests=_GATEWAY_REQUESTS)
-        for seed, tokens in enumerate((1, 1, _GATEWAY_TOKENS)):
-            before = core_seconds(server.process.pid)
-            asked = replace(plan, output_tokens=Lengths.fixed(tokens), seed=seed)
-            anyio.run(run_load, asked)
-            after = core_seconds(server.process.pid)
-            spent.append(None if before is None or after is None else after - before)
-            report("gateway", (seed + 1) / 3)
-    if spent[1] is None or spent[2] is None:
-        return {"gateway_seconds_per_request": None, "gateway_seconds_per_token": None}
-    extra = _GATEWAY_REQUESTS * (_GATEWAY_TOKENS - 1)
-    per_token = max(0.0, (spent[2] - spent[1]) / extra)
-    return {
-        "gateway_seconds_per_request": max(0.0, spent[1] / _GATEWAY_REQUESTS - per_token),
-        "gateway_seconds_per_token": per_token,
-    }
-
-
-def measure_served(
-    serve_arguments: Sequence[str], samples: Sequence[Sample], report: Report
-) -> dict[str, float]:
-    """Return how much longer a decode and a first token take in a server than alone; at least 0 s.
-
-    The engine's own part is in it, and what gateway and client take from the cores that compute.
-    """
-    report("served steps", 0.0)
-    with started_server(serve_arguments) as server:
-        plan = LoadPlan(
-            url=server.url,
-            concurrency=1,
-            num_requests=_SERVED_REQUESTS,
-            prompt_tokens=Lengths.fixed(_SERVED_PROMPT),
-            output_tokens=Lengths.fixed(_SERVED_OUTPUT),
-        )
-        for seed in range(2):  # the first warms it up
-            found = anyio.run(run_load, replace(plan, seed=seed))
-    tpot, ttft = found.percentile("tpot", 0.5), found.percentile("ttft", 0.5)
-    assert tpot is not None and ttft is not None, "a server that is ready answers"
-    report("served steps", 1.0)
-    alone = first_chunk(samples, _SERVED_PROMPT)
-    return {
-        "served_seconds_per_step": max(0.0, tpot - shortest_decode(samples)),
-        "served_seconds_per_request": 0.0 if alone is None else max(0.0, ttft - alone),
-    }
-
-
-def shortest_decode(samples: Sequence[Sample]) -> float:
-    """Return the seconds of the measured decode of one sequence with the fewest rows."""
-    decodes = [each for each in samples if each["prefill_tokens"] == 0 and each["sequences"] == 1]
-    return min(decodes, key=lambda each: each["kv_rows"])["seconds"]
-
-
-def first_chunk(samples: Sequence[Sample], num_tokens: int) -> float | None:
-    """Return the seconds of a prompt's first chunk, between the sizes that were measured; None: none was."""
-    alone = {
-        each["prefill_tokens"]: each["seconds"]
-        for each in samples
-        if each["sequences"] == 1 and each["prefill_tokens"] == each["kv_rows"]
-    }
-    if not alone:
-        return None
-    sizes = sorted(alone)
-    return float(np.interp(num_tokens, sizes, [alone[size] for size in sizes]))
-
-
-def core_seconds(pid: int) -> float | None:
-    """Return the core time that a process's threads have taken, in seconds; None where unknown."""
-    try:
-        threads = list(Path(f"/proc/{pid}/task").iterdir())
-        return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
-    except (OSError, ValueError, IndexError):
-        return None

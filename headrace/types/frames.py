@@ -81,6 +81,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     generation_tokens_total: int = 0
     steps_total: int = 0
     step_seconds_total: float = 0.0
+    prefill_step_seconds_total: float = 0.0
+    """Of steps that computed prompt tokens, decodes beside them included."""
     policy_failures_total: int = 0
     """Of the scheduling policy, as the two below."""
     policy_calls_total: int = 0

@@ -176,6 +176,7 @@ def test_the_engines_numbers_are_those_of_the_moment(
         generation_tokens_total=44,
         steps_total=7,
         step_seconds_total=1.5,
+        prefill_step_seconds_total=0.5,
         policy_failures_total=1,
     )
 
@@ -193,6 +194,7 @@ def test_the_engines_numbers_are_those_of_the_moment(
         "generation_tokens_total": 44,
         "step_seconds_count": 7,
         "step_seconds_sum": 1.5,
+        "prefill_step_seconds_total": 0.5,
         "engine_restarts_total": 2,
     }
     for name, value in expected.items():

@@ -63,6 +63,21 @@ def test_the_engine_s_part_is_added() -> None:
     assert MeasuredStepTime(SAMPLES, FORMULA, overhead).seconds(0, 4, 260) == pytest.approx(1.519)
 
 
+def test_small_decodes_take_the_shorter_of_two_ways() -> None:
+    """Beside the engine's own work a decode is a little longer and has nothing to wait for in between."""
+    samples = [dict(each) for each in SAMPLES]
+    for each, seconds in zip(samples[:4], (0.012, 0.020, 0.018, 0.030), strict=True):
+        each["beside_seconds"] = seconds
+    overhead, beside = StepTimeFormula(base_seconds=0.004), StepTimeFormula(base_seconds=0.001)
+    step_time = MeasuredStepTime(samples, FORMULA, overhead, beside)
+    assert step_time.seconds(0, 1, 65) == pytest.approx(0.012 + 0.001)
+    assert step_time.seconds(0, 1, 513) == pytest.approx(0.013 + 0.004)
+    assert step_time.seconds(0, 4, 260) == pytest.approx(0.018 + 0.001)
+    assert step_time.seconds(0, 16, 1040) == pytest.approx(0.050 + 0.004)
+    alone = MeasuredStepTime(samples, FORMULA, overhead).seconds(0, 1, 65)
+    assert alone == pytest.approx(0.012), "without an overhead of its own it has none"
+
+
 def test_without_samples_the_formula_says() -> None:
     step_time = MeasuredStepTime([], FORMULA, StepTimeFormula())
     assert step_time.seconds(5, 2, 100) == FORMULA.seconds(5, 2, 100)

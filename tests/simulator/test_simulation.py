@@ -15,10 +15,12 @@ from headrace.plugins.manager import create_plugin_manager
 from headrace.plugins.registry import Registries
 from headrace.simulator.figures import figures
 from headrace.simulator.hardware import analytic
+from headrace.simulator.measured import MeasuredStepTime
 from headrace.simulator.outcomes import Outcomes
 from headrace.simulator.simulation import Setup, engine_settings, simulate
 from headrace.simulator.trace import Trace, TraceRequest, in_order
 from headrace.simulator.workloads import WORKLOADS, generate
+from headrace.step_time import StepTimeFormula
 
 LEVEL = ServiceLevel(ttft=1.0, tpot=0.1)
 
@@ -70,6 +72,43 @@ def test_a_first_token_is_news_at_its_time_however_a_prompt_is_cut(length: int) 
     assert list(whole.first_token_at) == list(single.first_token_at)
     assert list(whole.end_at) == list(single.end_at)
     assert whole.first_token_at[0] < whole.end_at[0] / 4
+
+
+def beside(setup: Setup) -> Setup:
+    """The same on a device that computes up to two decodes beside the engine's own work, 10 ms each."""
+    samples = [
+        {"prefill_tokens": 0, "sequences": n, "kv_rows": n * rows, "seconds": 0.02, "beside_seconds": 0.01}
+        for n in (1, 2)
+        for rows in (16, 4096)
+    ]  # fmt: skip
+    samples += [
+        {"prefill_tokens": size, "sequences": 1, "kv_rows": size, "seconds": size / 1000}
+        for size in (16, 512)
+    ]
+    formula = StepTimeFormula(0.02, 0.001, 0.001, 0.0)
+    step_time = MeasuredStepTime(samples, formula, StepTimeFormula())
+    return replace(setup, hardware=replace(setup.hardware, step_time=step_time, engine=None))
+
+
+def test_who_comes_while_small_decodes_run_waits_for_the_one_launched_ahead() -> None:
+    setup = beside(make_setup(max_num_sequences=8))
+    trace = Trace("two", [TraceRequest(0.0, 100, 50), TraceRequest(0.253, 100, 5)])
+    outcomes = simulate(setup, trace)
+    assert outcomes.first_token_at[0] == pytest.approx(0.1)
+    # a decode runs from 0.25 to 0.26, the next one was launched behind it; then comes the prompt
+    assert outcomes.first_token_at[1] == pytest.approx(0.27 + 0.1, abs=0.003)
+    alone = replace(setup, hardware=replace(setup.hardware, step_time=StepTimeFormula(0.01)))
+    assert simulate(alone, trace).first_token_at[1] < 0.28
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_steps_launched_ahead_are_the_same_in_runs_and_one_by_one(seed: int) -> None:
+    setup = beside(make_setup(max_num_sequences=8, replicas=2))
+    trace = generate("sharegpt-like", num_requests=40, seed=seed, rate=1.5)
+    whole = simulate(setup, trace)
+    single = simulate(replace(setup, is_step_by_step=True), trace)
+    assert report(whole) == report(single)
+    assert whole.steps_total == single.steps_total
 
 
 ADMISSION = {
