@@ -40,13 +40,14 @@ class Draw:
         )  # fmt: skip
 
     def native(self) -> NDArray[np.int64]:
-        """Return `arguments` as kernels_sampling.draw_all takes them. They live as long as this object."""
-        sizes = (len(self.token_ids), len(self.arguments[8]), len(self.arguments[10]))
+        """Return `arguments` as sizes and addresses, for fast.kernels_draw; valid while this object lives."""
         (logits_at, stride, vocab), arrays = self.arguments[:3], self.arguments[3:]
-        places = [array.ctypes.data for array in arrays]
-        return np.array(
-            [logits_at, stride, vocab, *sizes, self._top_token_ids.shape[1], *places], np.int64
-        )
+        scratch, histories, biases, masks = (arrays[i] for i in (0, 5, 7, 10))
+        sizes = (
+            logits_at, stride, vocab, len(self.token_ids), len(histories), len(biases),
+            self._top_token_ids.shape[1], *masks.shape, len(scratch),
+        )  # fmt: skip
+        return np.array([*sizes, *(array.ctypes.data for array in arrays)], np.int64)
 
     def result(self) -> StepResult:
         """Return what was drawn. Call after every share has run."""

@@ -351,10 +351,10 @@ def wake_all(e: Any, address: Any) -> None:
 
 
 @routine()
-def call_with(e: Any, function: Any, argument: Any) -> None:
-    """Call the C function at an address: void (int64)."""
-    kind = ir.FunctionType(VOID, [I64]).as_pointer()
-    e.builder.call(e.builder.inttoptr(function, kind), [argument])
+def call_at(e: Any, function: Any, first: Any, second: Any, third: Any) -> None:
+    """Call the C function at an address: void (int64, int64, int64)."""
+    kind = ir.FunctionType(VOID, [I64] * 3).as_pointer()
+    e.builder.call(e.builder.inttoptr(function, kind), [first, second, third])
 
 
 def _read_clock(e: Any, clock: int) -> Any:

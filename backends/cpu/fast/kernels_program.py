@@ -14,7 +14,7 @@ from headrace.backends.cpu.fast.intrinsics import (
     LANES,
     atomic_add,
     atomic_load,
-    call_with,
+    call_at,
     now_nanoseconds,
     own_nanoseconds,
     pause,
@@ -265,7 +265,7 @@ def run_step(tid, parameters, control):  # type: ignore[no-untyped-def]
     run_program(tid, parameters, control)
     if is_first:
         if parameters[at.DRAW] != 0:
-            call_with(parameters[at.DRAW], parameters[at.DRAW_ARGUMENTS])
+            call_at(parameters[at.DRAW], 0, 1, parameters[at.DRAW_ARGUMENTS])
         atomic_add(done, 1)
         if atomic_load(control + at.WAITING * CONTROL_WORD) > 0:
             wake_all(done)

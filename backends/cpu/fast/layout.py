@@ -44,7 +44,7 @@ from __future__ import annotations
 NUM_PARAMETERS = 64
 """STEP_NUMBER: which command this step is, -1 while it is described. NUM_THREADS threads from FIRST_THREAD on
 compute it. SOURCES i32 [T]: the row of DRAWN that a token comes from, or -1. DRAW: the function that the first
-of its threads calls with DRAW_ARGUMENTS once the logits are there; 0: the caller draws."""
+of its threads calls with 0, 1 and DRAW_ARGUMENTS once the logits are there; 0: the caller draws."""
 
 # --- a layer's row in the pool's table: see kv_pool -------------------------------
 LAYER_FIELDS = 3

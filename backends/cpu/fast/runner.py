@@ -16,8 +16,8 @@ from headrace.backends.cpu.draw import Draw
 from headrace.backends.cpu.fast import layout as at
 from headrace.backends.cpu.fast.arena import address
 from headrace.backends.cpu.fast.beside import BesideTrial
+from headrace.backends.cpu.fast.first_start import compiling_draw
 from headrace.backends.cpu.fast.intrinsics import LANES
-from headrace.backends.cpu.fast.kernels_draw import draw_all
 from headrace.backends.cpu.fast.kernels_product import GROUP
 from headrace.backends.cpu.fast.kv_pool import FORMS, FastKVPool, bytes_per_block
 from headrace.backends.cpu.fast.packing import SCHEMES, UnsupportedModel
@@ -182,7 +182,9 @@ class FastRunner:
         self._num_blocks = num_blocks
         for step in self._steps:
             step.use_pool(self._pool)
-        self._threads = ThreadPool(self._settings.num_threads, tuple(self._steps))
+        with compiling_draw():
+            self._threads = ThreadPool(self._settings.num_threads, tuple(self._steps))
+        self._sampler.load()
 
     def warm_up(self, report: Callable[[float], None]) -> None:
         assert self._num_blocks > 0, "allocate comes before warm_up"
@@ -215,7 +217,7 @@ class FastRunner:
         threads, note = self._computing(), self._noting(batch, beside=True)
         step = self._describe(batch)
         draw = self._sampler.prepare(self._logits(), batch.sampling)
-        step.draw_with(draw_all.address, draw.native(), draw)
+        step.draw_with(self._sampler.address, draw.native(), draw)
         threads.launch(step)
         if self._is_growing:
             self._pages().allow()

@@ -6,12 +6,12 @@ Large draws are shared with threads that sleep in between: a hand-over costs 0.1
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from headrace.backends.cpu.draw import Draw
-from headrace.backends.cpu.kernels_sampling import sample_share
+from headrace.backends.cpu.fast.arena import address
 from headrace.types import SamplingBatch, StepResult, TokenMasks
 
 if TYPE_CHECKING:
@@ -29,7 +29,19 @@ class FastSampler:
         self.drawn: NDArray[np.int32] = np.zeros(0, np.int32)
         self._num_threads = num_threads
         self._scratch = np.empty((num_threads, 0), np.float32)
+        self._draw_share: Any = None
         self._helpers = ThreadPoolExecutor(max(1, num_threads - 1), "headrace-draw")
+
+    def load(self) -> None:
+        """Load the kernel. Once, before any draw; the first time ever it is compiled."""
+        from headrace.backends.cpu.fast.kernels_draw import draw_share
+
+        self._draw_share = draw_share
+
+    @property
+    def address(self) -> int:
+        """Of the function that draws: see layout's DRAW."""
+        return int(self._draw_share.address)
 
     def close(self) -> None:
         self._helpers.shutdown()
@@ -57,11 +69,12 @@ class FastSampler:
         num_rows = len(sampling.temperature)
         draw = Draw(logits, self._scratch_for(vocab_size), sampling, masks)
         shares = min(num_threads, num_rows) if num_rows * vocab_size >= SHARED_LOGITS else 1
+        arguments = draw.native()
         others = [
-            self._helpers.submit(sample_share, share, shares, *draw.arguments)
+            self._helpers.submit(self._draw_share.ctypes, share, shares, address(arguments))
             for share in range(1, shares)
         ]
-        sample_share(0, max(1, shares), *draw.arguments)
+        self._draw_share.ctypes(0, max(1, shares), address(arguments))
         for other in others:
             other.result()
         self.drawn = draw.token_ids
