@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -195,3 +197,22 @@ def test_closing_waits_for_what_is_in_flight_and_idle_workers_park(make: Make) -
         assert threads.num_parked() == 2
     runner.execute_beside(batch)
     runner.close()
+
+
+def test_a_runner_nobody_closed_leaves_its_pool_to_its_workers(
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
+    model = open_checkpoint(tiny_checkpoint("llama"))
+    runner = FastRunner(model, SingleRank(), EngineSettings(num_threads=2, max_model_len=256))
+    runner.allocate(16)
+    executed(runner, step(runner, [[1], [2]], [5, 3], {}))
+    runner.execute_beside(step(runner, [[1], [2]], [5, 3], {}))
+    threads, pool = runner._threads, weakref.ref(runner._kv())
+    assert threads is not None
+    del runner
+    gc.collect()
+    assert pool() is not None
+    threads.close()
+    del threads
+    gc.collect()
+    assert pool() is None

@@ -125,6 +125,25 @@ def test_pages_are_prepared_beside_the_engine_and_only_while_they_may_be() -> No
     assert not [thread for thread in threading.enumerate() if thread.name == "headrace-pages"]
 
 
+def test_closing_ends_a_thread_that_just_found_nothing_left() -> None:
+    inside, go = threading.Event(), threading.Event()
+
+    def prepare() -> bool:
+        inside.set()
+        go.wait()
+        return False
+
+    pages = PagePreparer(prepare)
+    pages.allow()
+    assert inside.wait(30)
+    closer = threading.Thread(target=pages.close, daemon=True)
+    closer.start()
+    time.sleep(0.05)  # the call to end came; what the thread clears now is that call
+    go.set()
+    closer.join(30)
+    assert not closer.is_alive()
+
+
 def test_a_failure_to_prepare_ends_that_alone() -> None:
     def prepare() -> bool:
         raise OSError("no")

@@ -50,3 +50,5 @@ class PagePreparer:
                 return
             if not is_more:
                 self._may.clear()
+                if self._is_closed:  # what was cleared may have been the call to end
+                    return

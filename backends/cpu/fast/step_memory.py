@@ -83,6 +83,8 @@ class StepMemory:
         self._num_threads = num_threads
         self._items = np.zeros((64, at.ITEM_FIELDS), np.int64)
         self._keep: dict[int, Any] = {}
+        self._pool: FastKVPool | None = None
+        """Held for as long as a worker may read and write in it."""
         self.num_barriers = 0
         """That its operations have; 0 before it is described."""
         for place, value in (
@@ -96,6 +98,7 @@ class StepMemory:
             self.parameters[place] = value
 
     def use_pool(self, pool: FastKVPool) -> None:
+        self._pool = pool
         self._set_array(at.LAYERS, pool.addresses())
         self.parameters[at.KV_FORM] = pool.form
         self.parameters[at.BLOCK_SIZE] = pool.block_size
