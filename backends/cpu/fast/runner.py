@@ -16,7 +16,7 @@ from headrace.backends.cpu.draw import Draw
 from headrace.backends.cpu.fast import layout as at
 from headrace.backends.cpu.fast.arena import address
 from headrace.backends.cpu.fast.beside import BesideTrial
-from headrace.backends.cpu.fast.first_start import compiling_draw
+from headrace.backends.cpu.fast.first_start import FirstStart
 from headrace.backends.cpu.fast.intrinsics import LANES
 from headrace.backends.cpu.fast.kernels_product import GROUP
 from headrace.backends.cpu.fast.kv_pool import FORMS, FastKVPool, bytes_per_block
@@ -122,6 +122,7 @@ class FastRunner:
     ) -> None:
         """Hold the weights and record the forward. UnsupportedModel where that cannot be done here."""
         model = quantized(model, quantization)
+        self._first_start = FirstStart()
         self._settings = settings
         self._groups = tuple(model.architecture.kv_groups())
         self._vocab_size = model.architecture.vocab_size
@@ -182,8 +183,9 @@ class FastRunner:
         self._num_blocks = num_blocks
         for step in self._steps:
             step.use_pool(self._pool)
-        with compiling_draw():
-            self._threads = ThreadPool(self._settings.num_threads, tuple(self._steps))
+        self._first_start.wait_for_attention()
+        self._threads = ThreadPool(self._settings.num_threads, tuple(self._steps))
+        self._first_start.close()
         self._sampler.load()
 
     def warm_up(self, report: Callable[[float], None]) -> None:
@@ -309,6 +311,7 @@ class FastRunner:
         if self._is_closed:
             return
         self._is_closed = True
+        self._first_start.close()
         if self._preparer is not None:
             self._preparer.close()
         if self._threads is not None:

@@ -1,0 +1,54 @@
+"""What the first start ever compiles apart is what the step needs, and nothing depends on it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from headrace.backends.cpu.fast import first_start
+from headrace.backends.cpu.fast.first_start import FirstStart, attention_types
+from headrace.backends.cpu.fast.kernels_attend import attend_unit
+from headrace.backends.cpu.fast.runner import FastRunner
+from headrace.group import SingleRank
+from headrace.testing.model_driver import open_checkpoint
+from headrace.types import EngineSettings
+
+
+def test_attention_is_compiled_for_what_it_is_called_with(
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
+    model = open_checkpoint(tiny_checkpoint("llama"))
+    runner = FastRunner(model, SingleRank(), EngineSettings(num_threads=1, max_model_len=256))
+    runner.allocate(8)
+    runner.close()
+    kept = attend_unit._cache._cache_file._load_index()  # type: ignore[attr-defined]
+    assert {signature for signature, *_ in kept} == {attention_types()}
+
+
+def test_a_warm_cache_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_start, "_is_there", lambda name: True)
+    monkeypatch.setattr("subprocess.Popen", pytest.fail)
+    start = FirstStart()
+    start.wait_for_attention()
+    start.close()
+
+
+@pytest.mark.parametrize("command", ["/nowhere/python", "/bin/false"])
+def test_a_process_that_fails_holds_nobody_up(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(first_start, "_is_there", lambda name: False)
+    monkeypatch.setattr(sys, "executable", command)
+    start = FirstStart()
+    start.wait_for_attention()
+    start.close()
+    start.close()
+
+
+def test_without_a_cache_there_is_nothing_to_compile_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_start, "kernel_folder", lambda variant: None)
+    monkeypatch.setattr("subprocess.Popen", pytest.fail)
+    FirstStart().close()
