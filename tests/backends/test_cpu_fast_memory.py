@@ -144,6 +144,18 @@ def test_closing_ends_a_thread_that_just_found_nothing_left() -> None:
     assert not closer.is_alive()
 
 
+def test_a_system_without_another_thread_prepares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    pages = PagePreparer(lambda: True)
+    pages.allow()
+    pages.allow()
+    pages.pause()
+    pages.close()
+
+
 def test_a_failure_to_prepare_ends_that_alone() -> None:
     def prepare() -> bool:
         raise OSError("no")

@@ -20,8 +20,14 @@ class PagePreparer:
     def allow(self) -> None:
         """Go on from now: the cores have nothing to compute, or one of them has not."""
         if self._thread is None and not self._is_closed:
-            self._thread = threading.Thread(target=self._run, name="headrace-pages", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="headrace-pages", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # no more threads: a step is on its way, and may go on
+                self._is_closed = True
+                _say_that_none_is_prepared(error)
+                return
+            self._thread = thread
         self._may.set()
 
     def pause(self) -> None:
@@ -44,11 +50,15 @@ class PagePreparer:
             try:
                 is_more = self._prepare()
             except Exception as error:  # what only saves time costs nobody an answer
-                structlog.get_logger("headrace.engine").error(
-                    "memory could not be prepared, and will not be", exc_info=error
-                )
+                _say_that_none_is_prepared(error)
                 return
             if not is_more:
                 self._may.clear()
                 if self._is_closed:  # what was cleared may have been the call to end
                     return
+
+
+def _say_that_none_is_prepared(error: Exception) -> None:
+    structlog.get_logger("headrace.engine").error(
+        "memory could not be prepared, and will not be", exc_info=error
+    )
