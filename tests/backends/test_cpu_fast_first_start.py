@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headrace.backends.cpu.fast import first_start
 from headrace.backends.cpu.fast.first_start import FirstStart, attention_types
 from headrace.backends.cpu.fast.kernels_attend import attend_unit
+from headrace.backends.cpu.fast.packing import UnsupportedModel
 from headrace.backends.cpu.fast.runner import FastRunner
 from headrace.group import SingleRank
 from headrace.testing.model_driver import open_checkpoint
@@ -52,3 +56,34 @@ def test_without_a_cache_there_is_nothing_to_compile_into(monkeypatch: pytest.Mo
     monkeypatch.setattr(first_start, "kernel_folder", lambda variant: None)
     monkeypatch.setattr("subprocess.Popen", pytest.fail)
     FirstStart().close()
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_a_process_ends_with_the_runner_that_nobody_will_have(
+    is_loaded: bool, tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that the fast path does not take, or a start that is given up before a step is compiled."""
+    model = open_checkpoint(tiny_checkpoint("llama"))
+    settings = EngineSettings(num_threads=1, max_model_len=256)
+    started: list[Any] = []
+    real = subprocess.Popen
+
+    def sleeping(command: list[str]) -> Any:
+        started.append(real([sys.executable, "-c", "import time; time.sleep(60)"]))
+        return started[-1]
+
+    monkeypatch.setattr(first_start, "_is_there", lambda name: False)
+    monkeypatch.setattr("subprocess.Popen", sleeping)
+    begun = time.monotonic()
+    if is_loaded:
+        FastRunner(model, SingleRank(), settings).close()
+    else:
+        monkeypatch.setattr(type(model.architecture), "load", _refusing)
+        with pytest.raises(UnsupportedModel):
+            FastRunner(model, SingleRank(), settings)
+    assert started[0].returncode is not None
+    assert time.monotonic() - begun < 30
+
+
+def _refusing(*arguments: Any) -> Any:
+    raise UnsupportedModel("not this one")

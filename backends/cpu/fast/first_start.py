@@ -51,6 +51,13 @@ class FirstStart:
             process.kill()
             process.wait()
 
+    def give_up(self) -> None:
+        """End the process, if it still goes: nobody will need what it compiles."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+
     def _is_going(self) -> bool:
         return self._process is not None and self._process.poll() is None
 

@@ -122,7 +122,6 @@ class FastRunner:
     ) -> None:
         """Hold the weights and record the forward. UnsupportedModel where that cannot be done here."""
         model = quantized(model, quantization)
-        self._first_start = FirstStart()
         self._settings = settings
         self._groups = tuple(model.architecture.kv_groups())
         self._vocab_size = model.architecture.vocab_size
@@ -151,8 +150,13 @@ class FastRunner:
             schemes=SCHEMES,
             report=lambda fraction: report("load", fraction),
         )
-        weights = model.architecture.load(recorder, model.tensors, group, load)  # type: ignore[arg-type]
-        logits = model.architecture.forward(recorder, group, weights, None)  # type: ignore[arg-type]
+        self._first_start = FirstStart()
+        try:
+            weights = model.architecture.load(recorder, model.tensors, group, load)  # type: ignore[arg-type]
+            logits = model.architecture.forward(recorder, group, weights, None)  # type: ignore[arg-type]
+        except BaseException:
+            self._first_start.give_up()
+            raise
         self._program = recorder.finish(logits)
         self._weight_bytes = recorder.weight_bytes
         self._buffers = Buffers(self._program, settings.num_threads)
@@ -311,7 +315,7 @@ class FastRunner:
         if self._is_closed:
             return
         self._is_closed = True
-        self._first_start.close()
+        self._first_start.give_up()
         if self._preparer is not None:
             self._preparer.close()
         if self._threads is not None:
