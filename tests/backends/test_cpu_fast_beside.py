@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -216,3 +217,37 @@ def test_a_runner_nobody_closed_leaves_its_pool_to_its_workers(
     del threads
     gc.collect()
     assert pool() is None
+
+
+def test_workers_end_where_there_are_not_enough_of_them(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = threading.Thread.start
+    before = set(threading.enumerate())
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "headrace-cpu-3":
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="new thread"):
+        make(4)
+    assert set(threading.enumerate()) <= before
+
+
+def test_a_step_is_timed_from_its_launch_however_late_its_caller_comes(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a wait of some microseconds is compared with all that its threads waited for each other."""
+    runner, seconds = make(3), []
+    threads = runner._threads
+    assert threads is not None
+    monkeypatch.setattr(
+        threads._governor_beside, "observe", lambda share, took: seconds.append(took)
+    )
+    handles = [runner.execute_beside(step(runner, [[1], [2]], [5, 3], {})) for _ in range(2)]
+    time.sleep(0.05)
+    for handle in handles:
+        handle.result()
+    assert seconds[0] >= 0.05 > seconds[1] > 0

@@ -122,6 +122,8 @@ class ThreadPool:
         self._waited = np.zeros(num_threads, np.int64)
         """Nanoseconds each thread had waited in barriers when the last step was done."""
         self._under_way: deque[StepMemory] = deque()
+        self._under_way_since = 0
+        """When the first of them was launched or, behind another one, that one's end was seen; nanoseconds."""
         self._workers: list[threading.Thread] = []
         self._enter(steps[0], 0, 1)  # compiles, before any worker does
         for index in range(1, num_threads):
@@ -129,7 +131,11 @@ class ThreadPool:
                 target=_serve, args=(index, self._control, steps), daemon=True,
                 name=f"headrace-cpu-{index}",
             )  # fmt: skip
-            worker.start()
+            try:
+                worker.start()
+            except RuntimeError:  # no more threads: nobody will have this pool to close it
+                self.close()
+                raise
             self._workers.append(worker)
 
     def run(self, step: StepMemory) -> int:
@@ -148,6 +154,8 @@ class ThreadPool:
         while len(self._under_way) > 1:
             self.wait(self._under_way[0])
         self._describe(step, 1, self._governor_beside.num_threads())
+        if not self._under_way:
+            self._under_way_since = time.perf_counter_ns()
         self._under_way.append(step)
         post(address(self._control), address(step.parameters))
 
@@ -155,9 +163,9 @@ class ThreadPool:
         """Return when a launched step is done."""
         while step in self._under_way:
             first = self._under_way.popleft()
-            started = time.perf_counter_ns()
             wait_until_done(address(self._control), address(first.parameters))
-            self._observe(self._governor_beside, time.perf_counter_ns() - started)
+            started, self._under_way_since = self._under_way_since, time.perf_counter_ns()
+            self._observe(self._governor_beside, self._under_way_since - started)
 
     def wait_for_all(self) -> None:
         """Return when nothing is under way."""
