@@ -125,7 +125,7 @@ class ThreadPool:
         self._under_way_since = 0
         """When the first of them was launched or, behind another one, that one's end was seen; nanoseconds."""
         self._workers: list[threading.Thread] = []
-        self._enter(steps[0], 0, 1)  # compiles, before any worker does
+        self._enter(steps[0], 1)  # compiles, before any worker does
         for index in range(1, num_threads):
             worker = threading.Thread(
                 target=_serve, args=(index, self._control, steps), daemon=True,
@@ -144,15 +144,14 @@ class ThreadPool:
         governor = self._governors.of(int(step.parameters[at.NUM_TOKENS]))
         threads = governor.num_threads()
         started = time.perf_counter_ns()
-        self._enter(step, 0, threads)
+        self._enter(step, threads)
         self._observe(governor, time.perf_counter_ns() - started)
         return threads
 
     def launch(self, step: StepMemory) -> None:
-        """Leave a described step to the workers, behind the one that is under way."""
+        """Leave a described step to the workers, behind the one that may be under way."""
         assert self._workers, "a thread of its own computes the step"
-        while len(self._under_way) > 1:
-            self.wait(self._under_way[0])
+        assert len(self._under_way) < 2, "whoever described a third one waited for the first"
         self._describe(step, 1, self._governor_beside.num_threads())
         if not self._under_way:
             self._under_way_since = time.perf_counter_ns()
@@ -193,8 +192,8 @@ class ThreadPool:
         if num_threads > 1:
             self._num_arrivals += num_threads * step.num_barriers
 
-    def _enter(self, step: StepMemory, first_thread: int, num_threads: int) -> None:
-        self._describe(step, first_thread, num_threads)
+    def _enter(self, step: StepMemory, num_threads: int) -> None:
+        self._describe(step, 0, num_threads)
         enter(0, address(self._control), address(step.parameters))
 
     def _observe(self, governor: ThreadGovernor, nanoseconds: int) -> None:
