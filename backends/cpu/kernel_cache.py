@@ -16,8 +16,11 @@ from typing import Any
 
 import numba
 
+from headrace.backends.cpu.fast.capability import compile_for_level
 from headrace.cache import cache_folder
 from headrace.errors import ConfigError
+
+compile_for_level()
 
 
 @functools.cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from headrace.types import EngineSettings
 
 FAST = EngineSettings(max_model_len=256)
 ALL = dict.fromkeys(
-    ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni", "avx2", "fma"), True
+    ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni", "avx2", "fma", "f16c"), True
 )
 
 
@@ -50,8 +51,9 @@ def test_the_best_level_that_the_cpu_has_and_the_user_allows(
     assert choose_level(wanted, {name: name != missing for name in ALL}) == level
 
 
-def test_a_cpu_that_reports_nothing_is_generic() -> None:
-    assert choose_level("", {}) == "generic"
+def test_a_cpu_that_reports_nothing_gets_no_code_that_needs_f16c() -> None:
+    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
+    assert choose_level("", {}) == ("reference" if is_x86 else "generic")
 
 
 def test_an_unknown_level_is_named_with_the_known() -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import functools
 import os
+import platform
 from collections.abc import Mapping
 
+import numba
 from llvmlite import binding
 
 from headrace.errors import ConfigError
@@ -24,9 +26,12 @@ LEVELS = ("amx", AVX512_VNNI, AVX2, GENERIC, REFERENCE)
 
 NEEDED_FEATURES: Mapping[str, tuple[str, ...]] = {
     AVX512_VNNI: ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni"),
-    AVX2: ("avx2", "fma"),
-    GENERIC: (),
+    AVX2: ("avx2", "fma", "f16c"),
+    GENERIC: ("f16c",) if platform.machine().lower() in ("x86_64", "amd64") else (),
 }
+"""Without F16C LLVM turns f16 into calls of a library that is not there."""
+_LESSER_CPUS: Mapping[str, str] = {AVX2: "haswell", GENERIC: "ivybridge"}
+"""What x86 code of a level is compiled for where the CPU could do more, so that it proves what it claims."""
 
 
 def choose_level(wanted: str, features: Mapping[str, bool]) -> str:
@@ -40,7 +45,7 @@ def choose_level(wanted: str, features: Mapping[str, bool]) -> str:
         needed = NEEDED_FEATURES.get(level)
         if needed is not None and all(features.get(name, False) for name in needed):
             return level
-    return GENERIC
+    return REFERENCE
 
 
 @functools.cache
@@ -53,3 +58,14 @@ def has_brain_dot() -> bool:
     """Whether this process may use AVX-512's dot products of bf16."""
     features = binding.get_host_cpu_features()
     return level() == AVX512_VNNI and bool(features.get("avx512bf16", False))
+
+
+def compile_for_level() -> None:
+    """Let Numba compile for a CPU of the level that was told, if this one could do more.
+
+    Call before the first kernel is made; what was told to Numba itself stands.
+    """
+    best = choose_level("", binding.get_host_cpu_features())
+    if level() != best and numba.config.CPU_NAME is None and level() in _LESSER_CPUS:
+        if platform.machine().lower() in ("x86_64", "amd64"):
+            numba.config.CPU_NAME, numba.config.CPU_FEATURES = _LESSER_CPUS[level()], ""

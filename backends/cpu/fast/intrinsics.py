@@ -41,6 +41,7 @@ class BrainType(ir.Type):  # type: ignore[misc]
 BRAINS = ir.VectorType(BrainType(), LANES)
 BRAIN_PAIRS = ir.VectorType(BrainType(), 2 * LANES)
 HALVES, BYTES = ir.VectorType(F16, LANES), ir.VectorType(I8, LANES)
+SHORTS = ir.VectorType(I16, LANES)
 LEVEL = capability.level()
 DOT_SHIFTS_SIGNED = capability.AVX2 != LEVEL
 """Whether `Emitter.dot` of codes w + 128 gives sum((w + 128) * x), so that 128 * sum(x) must come off."""
@@ -164,8 +165,16 @@ class Emitter:
         return self.builder.bitcast(self.builder.and_(pairs, self.fill(-65536, INTS)), FLOATS)
 
     def narrow(self, x: Any) -> Any:
-        """16 f32 as bf16, rounded to even."""
-        return self.builder.fptrunc(x, BRAINS)
+        """16 f32 as bf16, rounded to even; NaN stays NaN."""
+        if HAS_BRAIN_DOT:
+            return self.builder.fptrunc(x, BRAINS)
+        builder, bits = self.builder, self.builder.bitcast(x, INTS)
+        high = builder.lshr(bits, self.fill(16, INTS))
+        half = builder.add(builder.and_(high, self.fill(1, INTS)), self.fill(0x7FFF, INTS))
+        rounded = builder.lshr(builder.add(bits, half), self.fill(16, INTS))
+        quiet = builder.or_(high, self.fill(0x40, INTS))
+        is_nan = builder.fcmp_unordered("uno", x, x)
+        return builder.trunc(builder.select(is_nan, quiet, rounded), SHORTS)
 
     def sum_lanes(self, x: Any) -> Any:
         return self._fold(x, self.builder.fadd)
