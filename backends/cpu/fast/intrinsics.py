@@ -23,6 +23,8 @@ LANES = 16
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F16, F32, VOID = ir.HalfType(), ir.FloatType(), ir.VoidType()
 FLOATS, INTS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
+INTS8, SHORTS16, BYTES32 = (ir.VectorType(kind, 256 // kind.width) for kind in (I32, I16, I8))
+"""What a register of AVX2 holds."""
 
 
 class BrainType(ir.Type):  # type: ignore[misc]
@@ -40,8 +42,7 @@ class BrainType(ir.Type):  # type: ignore[misc]
 
 BRAINS = ir.VectorType(BrainType(), LANES)
 BRAIN_PAIRS = ir.VectorType(BrainType(), 2 * LANES)
-HALVES, BYTES = ir.VectorType(F16, LANES), ir.VectorType(I8, LANES)
-SHORTS = ir.VectorType(I16, LANES)
+BYTES, SHORTS = ir.VectorType(I8, LANES), ir.VectorType(I16, LANES)
 LEVEL = capability.level()
 DOT_SHIFTS_SIGNED = capability.AVX2 != LEVEL
 """Whether `Emitter.dot` of codes w + 128 gives sum((w + 128) * x), so that 128 * sum(x) must come off."""
@@ -97,6 +98,11 @@ class Emitter:
     def integer(self, value: int) -> Any:
         return ir.Constant(I64, value)
 
+    def opaque(self, value: Any) -> Any:
+        """The same int64, but LLVM does not know it: nothing that follows from it leaves a loop."""
+        kind = ir.FunctionType(I64, [I64])
+        return self.builder.asm(kind, "", "=r,0", [value], side_effect=True)
+
     def pointer(self, address: Any, kind: Any, offset: Any = 0) -> Any:
         return self.builder.inttoptr(self.add(address, offset), kind.as_pointer())
 
@@ -106,9 +112,10 @@ class Emitter:
     def store(self, value: Any, address: Any, offset: Any = 0) -> None:
         self.builder.store(value, self.pointer(address, value.type, offset), align=1)
 
-    def load_halves(self, address: Any, offset: Any = 0) -> Any:
-        """16 f16 as f32."""
-        return self.builder.fpext(self.load(address, HALVES, offset), FLOATS)
+    def load_halves(self, address: Any, offset: Any = 0, lanes: int = LANES) -> Any:
+        """f16 as f32."""
+        halves = self.load(address, ir.VectorType(F16, lanes), offset)
+        return self.builder.fpext(halves, ir.VectorType(F32, lanes))
 
     def variable(self, value: Any) -> Any:
         slot = cgutils.alloca_once(self.builder, value.type)
@@ -141,13 +148,15 @@ class Emitter:
         """The same number in every lane."""
         return ir.Constant(kind, [value] * kind.count)
 
-    def broadcast(self, scalar: Any) -> Any:
-        empty = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
+    def broadcast(self, scalar: Any, lanes: int = LANES) -> Any:
+        empty = ir.Constant(ir.VectorType(scalar.type, lanes), ir.Undefined)
         vector = self.builder.insert_element(empty, scalar, ir.Constant(I32, 0))
-        return self.builder.shuffle_vector(vector, empty, ir.Constant(INTS, [0] * LANES))
+        return self.builder.shuffle_vector(
+            vector, empty, ir.Constant(ir.VectorType(I32, lanes), [0] * lanes)
+        )
 
     def fma(self, x: Any, y: Any, z: Any) -> Any:
-        return self.call("llvm.fma.v16f32", FLOATS, x, y, z)
+        return self.call(f"llvm.fma.v{x.type.count}f32", x.type, x, y, z)
 
     def largest(self, x: Any, y: Any) -> Any:
         return self.call("llvm.maxnum.v16f32", FLOATS, x, y)
@@ -156,13 +165,14 @@ class Emitter:
         return self.call("llvm.rint.v16f32", FLOATS, x)
 
     def widen_low(self, pairs: Any) -> Any:
-        """The even bf16 of 16 pairs as f32."""
-        shifted = self.builder.shl(pairs, self.fill(16, INTS))
-        return self.builder.bitcast(shifted, FLOATS)
+        """The even bf16 of pairs as f32."""
+        shifted = self.builder.shl(pairs, self.fill(16, pairs.type))
+        return self.builder.bitcast(shifted, ir.VectorType(F32, pairs.type.count))
 
     def widen_high(self, pairs: Any) -> Any:
-        """The odd bf16 of 16 pairs as f32."""
-        return self.builder.bitcast(self.builder.and_(pairs, self.fill(-65536, INTS)), FLOATS)
+        """The odd bf16 of pairs as f32."""
+        kept = self.builder.and_(pairs, self.fill(-65536, pairs.type))
+        return self.builder.bitcast(kept, ir.VectorType(F32, pairs.type.count))
 
     def narrow(self, x: Any) -> Any:
         """16 f32 as bf16, rounded to even; NaN stays NaN."""
@@ -276,26 +286,30 @@ class Emitter:
         return self.fma(self.widen_high(pairs), self.widen_high(x), total)
 
     def _dot_avx2(self, total: Any, codes: Any, x: Any, *, is_signed: bool) -> Any:
-        """In halves of 8 lanes. The products of two bytes must fit 16 bits, so signs move to x."""
-        builder, bytes32 = self.builder, ir.VectorType(I8, 32)
-        ints8, shorts16 = ir.VectorType(I32, 8), ir.VectorType(I16, 16)
-        halves = []
-        for first in (0, 8):
-            lanes = ir.Constant(ints8, list(range(first, first + 8)))
-            part, code, value = (
-                builder.shuffle_vector(vector, vector, lanes) for vector in (total, codes, x)
-            )
-            if is_signed:
-                code = builder.xor(code, self.fill(-2139062144, ints8))
-            code, value = builder.bitcast(code, bytes32), builder.bitcast(value, bytes32)
-            if is_signed:
-                value = self.call("llvm.x86.avx2.psign.b", bytes32, value, code)
-                code = self.call("llvm.x86.avx2.psign.b", bytes32, code, code)
-            pairs = self.call("llvm.x86.avx2.pmadd.ub.sw", shorts16, code, value)
-            ones = self.fill(1, shorts16)
-            quads = self.call("llvm.x86.avx2.pmadd.wd", ints8, pairs, ones)
-            halves.append(builder.add(part, quads))
-        return builder.shuffle_vector(*halves, ir.Constant(INTS, list(range(LANES))))
+        """The products of two bytes must fit 16 bits, so signs move to x."""
+        if total.type.count == LANES:
+            halves = []
+            for first in (0, 8):
+                lanes = ir.Constant(INTS8, list(range(first, first + 8)))
+                parts = [self.builder.shuffle_vector(v, v, lanes) for v in (total, codes, x)]
+                halves.append(self._dot_avx2(*parts, is_signed=is_signed))
+            return self.builder.shuffle_vector(*halves, ir.Constant(INTS, list(range(LANES))))
+        if is_signed:
+            codes = self.builder.xor(codes, self.fill(-2139062144, INTS8))
+            codes, x = self.builder.bitcast(codes, BYTES32), self.builder.bitcast(x, BYTES32)
+            x = self.call("llvm.x86.avx2.psign.b", BYTES32, x, codes)
+            codes = self.call("llvm.x86.avx2.psign.b", BYTES32, codes, codes)
+        return self.dot_shorts(total, self.dot_bytes(codes, x), self.fill(1, SHORTS16))
+
+    def dot_bytes(self, codes: Any, x: Any) -> Any:
+        """Sums over 2 bytes of codes (unsigned) times x (signed), in 16 lanes of 16 bits; AVX2 only."""
+        codes, x = self.builder.bitcast(codes, BYTES32), self.builder.bitcast(x, BYTES32)
+        return self.call("llvm.x86.avx2.pmadd.ub.sw", SHORTS16, codes, x)
+
+    def dot_shorts(self, total: Any, codes: Any, x: Any) -> Any:
+        """total[i] += the two products of signed 16-bit numbers in lane i of 8; AVX2 only."""
+        codes, x = self.builder.bitcast(codes, SHORTS16), self.builder.bitcast(x, SHORTS16)
+        return self.builder.add(total, self.call("llvm.x86.avx2.pmadd.wd", INTS8, codes, x))
 
 
 def _is_plain(value: Any) -> bool:

@@ -12,14 +12,22 @@ docs/performance.md has what each costs and what was tried.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from llvmlite import ir
+from numba.core import cgutils
+
+from headrace.backends.cpu.fast import capability
 from headrace.backends.cpu.fast.intrinsics import (
     DOT_SHIFTS_SIGNED,
     F32,
-    FLOATS,
+    HAS_BRAIN_DOT,
     I32,
-    INTS,
+    LANES,
+    LEVEL,
+    SHORTS16,
     routine,
 )
 
@@ -38,13 +46,20 @@ TILE_BYTES = (320, 544, 576, 576, 1024)
 GROUP = 32
 WIDE, NARROW, BRAIN = range(3)
 """How activations are coded."""
-CODE_BYTES = (64, 32, 64)
+BRAIN_IS_FLOAT = not HAS_BRAIN_DOT
+"""Whether BRAIN codes are kept as f32: where there are no products of bf16 nothing is won by rounding."""
+CODE_BYTES = (64, 32, 128 if BRAIN_IS_FLOAT else 64)
 """Of a group of activations in each coding; WIDE: 32 high bytes, then 32 low ones."""
 RECORD_BYTES = (20, 20, 0)
 EXCESS, EXCESS_FIRST, EXCESS_LAST = 8, 12, 16
 """Where a record has what dot products of codes w + 128 are too large by."""
 ROWS_AT_ONCE = (8, 4, 2, 1)
-ROWS_IN_FLIGHT = 4
+OUTPUTS_AT_ONCE = 8 if LEVEL == capability.AVX2 else LANES
+"""Outputs of a tile that are computed together: what a register holds."""
+RESULTS, CODES = (ir.VectorType(kind, OUTPUTS_AT_ONCE) for kind in (F32, I32))
+WIDE_IS_SHORT = LEVEL == capability.AVX2
+"""Whether WIDE codes are kept as int16, of inputs 0, 2, 1, 3 of each 4: AVX2 multiplies those as fast."""
+ROWS_IN_FLIGHT = 8 if LEVEL == capability.AVX2 else 4
 """Rows whose integer sums are in registers together, beside the results of 8."""
 PREFETCH_TILES = 8
 PRODUCTS = (
@@ -54,102 +69,175 @@ PRODUCTS = (
 """The pairs of form and coding that there is code for."""
 
 
-def _codes(e: Any, tile: Any, form: int) -> list[Any]:
-    """Return the 8 quads of inputs of a tile as vectors of 16 x 4 bytes."""
-    if form != NIBBLES:
-        return [e.load(tile, INTS, 64 * quad) for quad in range(8)]
-    mask, quads = e.fill(0x0F0F0F0F, INTS), []
-    for pair in range(4):
-        packed = e.load(tile, INTS, 64 * pair)
-        high = e.builder.lshr(packed, e.fill(4, INTS))
-        quads += [e.builder.and_(packed, mask), e.builder.and_(high, mask)]
-    return quads
+class _Totals:
+    """A row's results, in a register where one holds all 16, else in memory."""
+
+    def __init__(self, e: Any) -> None:
+        self._e = e
+        self._slot = cgutils.alloca_once(e.builder, RESULTS, size=LANES // OUTPUTS_AT_ONCE)
+
+    def at(self, side: Any) -> Any:
+        """Return where the results of outputs from `side` on are."""
+        if OUTPUTS_AT_ONCE == LANES:
+            return self._slot
+        return self._e.builder.gep(
+            self._slot, [self._e.builder.sdiv(side, self._e.integer(OUTPUTS_AT_ONCE))]
+        )
+
+
+def _codes(e: Any, tile: Any, form: int, coding: int) -> list[Any]:
+    """Return the inputs of a tile's outputs: 8 vectors of 4 bytes a lane, 16 of 2 shorts if WIDE_IS_SHORT."""
+    is_short, codes = coding == WIDE and WIDE_IS_SHORT, []
+    kind = SHORTS16 if is_short else CODES
+    shifts = {(False, False): (0,), (False, True): (0, 4), (True, False): (0, 8)}
+    mask = (0x0F0F0F0F, 15) if form == NIBBLES else (-1, 255)
+    for run in range(4 if form == NIBBLES else 8):
+        packed = e.builder.bitcast(e.load(tile, CODES, 64 * run), kind)
+        for shift in shifts.get((is_short, form == NIBBLES), (0, 8, 4, 12)):
+            code = e.builder.lshr(packed, e.fill(shift, kind))
+            codes.append(e.builder.and_(code, e.fill(mask[is_short], kind)))
+    return codes
+
+
+def _kept_here(e: Any, x: Any) -> Any:
+    """Return the address `x` such that what is read from it is read between here and the next store.
+
+    Broadcast once for both sides, or early for a half to come, it would take more registers than AVX2 has.
+    """
+    return e.opaque(x) if OUTPUTS_AT_ONCE < LANES else x
 
 
 def _sums(
-    e: Any, form: int, coding: int, codes: list[Any], x: list[Any], records: list[Any]
-) -> list[list[Any]]:
-    """Return each row's integer products: of the whole group, or of its halves where those are scaled apart.
+    e: Any, form: int, coding: int, codes: Sequence[Any], x: list[Any], starts: list[Any]
+) -> list[Any]:
+    """Return each row's integer products with some codes, which meet the numbers at `x` and what follows them.
 
-    Rows advance together, quad by quad, so that no dot product waits for the one before it.
+    `starts`: what each sum begins with. Rows advance together, code by code, so that no dot product waits for
+    the one before it.
     """
+    is_short = coding == WIDE and WIDE_IS_SHORT
+    is_summed_short = coding == NARROW and form == NIBBLES and LEVEL == capability.AVX2
     is_signed = form in (BYTES_SIGNED, BYTES_IN_HALVES)
-    places = (EXCESS_FIRST, EXCESS_LAST) if form == BYTES_IN_HALVES else (EXCESS,)
-    size = 8 // len(places)
-    found: list[list[Any]] = [[] for _ in x]
-    for half, place in enumerate(places):
-        totals = [[e.fill(0, INTS) for _ in range(2 - coding)] for _ in x]
-        if is_signed and DOT_SHIFTS_SIGNED:
-            for total, record in zip(totals, records, strict=True):
-                total[-1] = e.broadcast(e.load(record, I32, place))
-        for quad in range(size * half, size * (half + 1)):
-            for total, row in zip(totals, x, strict=True):
-                for part in range(2 - coding):
-                    value = e.broadcast(e.load(row, I32, GROUP * part + 4 * quad))
-                    total[part] = e.dot(total[part], codes[quad], value, is_signed=is_signed)
-        for total, sums in zip(totals, found, strict=True):
-            if coding == WIDE:
-                total[0] = e.builder.add(e.builder.shl(total[0], e.fill(8, INTS)), total[1])
-            sums.append(total[0])
-    return found
+    kind = SHORTS16 if is_summed_short else CODES
+    parts = 2 if coding == WIDE and not is_short else 1
+    totals = [[e.fill(0, kind) for _ in range(parts)] for _ in x]
+    if is_signed and (DOT_SHIFTS_SIGNED or is_short):
+        for total, start in zip(totals, starts, strict=True):
+            total[-1] = e.broadcast(e.load(start, I32), OUTPUTS_AT_ONCE)
+    for number, code in enumerate(codes):
+        for total, row in zip(totals, x, strict=True):
+            for part in range(parts):
+                value = e.load(row, I32, GROUP * part + 4 * number)
+                value = e.broadcast(value, OUTPUTS_AT_ONCE)
+                if is_short:
+                    total[part] = e.dot_shorts(total[part], code, value)
+                elif is_summed_short:  # 16 products of 15 and 127 fit
+                    total[part] = e.builder.add(total[part], e.dot_bytes(code, value))
+                else:
+                    total[part] = e.dot(total[part], code, value, is_signed=is_signed)
+    if is_summed_short:
+        ones = e.fill(1, SHORTS16)
+        return [e.dot_shorts(e.fill(0, CODES), total[0], ones) for total in totals]
+    if parts == 2:
+        shift = e.fill(8, CODES)
+        return [e.builder.add(e.builder.shl(high, shift), low) for high, low in totals]
+    return [total[0] for total in totals]
 
 
 def _add_coded(
-    e: Any, form: int, coding: int, tile: Any, x: list[Any], records: list[Any], totals: list[Any]
+    e: Any, form: int, coding: int, at: dict[str, Any], offsets: list[Any], totals: list[Any]
 ) -> None:
-    """Add one tile to every row's total. `x` and `records` are one address per row."""
-    builder, codes = e.builder, _codes(e, tile, form)
-    end = 256 if form == NIBBLES else 512
-    scale = e.load_halves(tile, end)
-    second = None if form == BYTES_SIGNED else e.load_halves(tile, end + 32)
-    for first in range(0, len(totals), ROWS_IN_FLIGHT):
-        some = slice(first, first + ROWS_IN_FLIGHT)
-        sums = _sums(e, form, coding, codes, x[some], records[some])
-        for total, record, parts in zip(totals[some], records[some], sums, strict=True):
-            x_scale, result = e.broadcast(e.load(record, F32, 0)), e.get(total)
-            for factor, part in zip((scale, second), parts, strict=False):
-                factor = builder.fmul(factor, x_scale)
-                result = e.fma(builder.sitofp(part, FLOATS), factor, result)
-            if second is not None and form != BYTES_IN_HALVES:
-                result = e.fma(second, e.broadcast(e.load(record, F32, 4)), result)
-            e.set(total, result)
+    """Add one tile to every row's total. `offsets`: of each row from the addresses `x` and `record`."""
+    is_in_halves = form == BYTES_IN_HALVES
+    scales = [e.load_halves(at["scales"], 0, OUTPUTS_AT_ONCE)]
+    if form != BYTES_SIGNED:
+        scales.append(e.load_halves(at["scales"], 32, OUTPUTS_AT_ONCE))
+    codes = _codes(e, at["codes"], form, coding)
+    size = len(codes) // (2 if is_in_halves else 1)
+    for half, scale in enumerate(scales if is_in_halves else scales[:1]):
+        base = e.add(_kept_here(e, at["x"]), 4 * size * half)
+        x = [e.add(base, offset) for offset in offsets]
+        place = (EXCESS_FIRST, EXCESS_LAST)[half] if is_in_halves else EXCESS
+        records = [e.add(at["record"], offset) for offset in offsets]
+        for first in range(0, len(totals), ROWS_IN_FLIGHT):
+            some = slice(first, first + ROWS_IN_FLIGHT)
+            starts = [e.add(record, place) for record in records[some]]
+            of_half = codes[size * half : size * (half + 1)]
+            sums = _sums(e, form, coding, of_half, x[some], starts)
+            for total, record, part in zip(totals[some], records[some], sums, strict=True):
+                x_scale = e.broadcast(e.load(record, F32, 0), OUTPUTS_AT_ONCE)
+                factor = e.builder.fmul(scale, x_scale)
+                result = e.fma(e.builder.sitofp(part, RESULTS), factor, e.get(total))
+                if len(scales) == 2 and not is_in_halves:
+                    x_sum = e.broadcast(e.load(record, F32, 4), OUTPUTS_AT_ONCE)
+                    result = e.fma(scales[1], x_sum, result)
+                e.set(total, result)
 
 
 def _add_plain(e: Any, tile: Any, x: list[Any], totals: list[Any]) -> None:
-    """Add one tile of bf16 to every row's total; `x` are addresses of bf16."""
+    """Add one tile of bf16 to every row's total; `x` are addresses of bf16, or of f32 where BRAIN_IS_FLOAT."""
+    results = [e.get(total) for total in totals]
     for pair in range(16):
-        packed = e.load(tile, INTS, 64 * pair)
-        for row, total in zip(x, totals, strict=True):
-            value = e.broadcast(e.load(row, I32, 4 * pair))
-            e.set(total, e.dot_brain(e.get(total), packed, value))
+        packed = e.load(tile, CODES, 64 * pair)
+        if not BRAIN_IS_FLOAT:
+            for row, address in enumerate(x):
+                value = e.broadcast(e.load(address, I32, 4 * pair))
+                results[row] = e.dot_brain(results[row], packed, value)
+            continue
+        for place, weights in enumerate((e.widen_low(packed), e.widen_high(packed))):
+            for row, address in enumerate(x):
+                value = e.load(address, F32, 8 * pair + 4 * place)
+                value = e.broadcast(value, OUTPUTS_AT_ONCE)
+                results[row] = e.fma(weights, value, results[row])
+    for total, result in zip(totals, results, strict=True):
+        e.set(total, result)
+
+
+def _sides(e: Any) -> Any:
+    """Context manager: the code for OUTPUTS_AT_ONCE of a tile's outputs, for each of the places it gives."""
+    if OUTPUTS_AT_ONCE == LANES:
+        return contextlib.nullcontext(e.integer(0))
+    return _places(e)
+
+
+@contextlib.contextmanager
+def _places(e: Any) -> Iterator[Any]:
+    with e.loop(e.integer(LANES // OUTPUTS_AT_ONCE)) as loop:
+        yield e.times(loop.index, OUTPUTS_AT_ONCE)
 
 
 def _rows(e: Any, form: int, coding: int, num_rows: int, at: dict[str, Any]) -> None:
     """Multiply `num_rows` rows, from the addresses `at` on, with one column of tiles."""
     offsets = [e.times(at["x_stride"], row) for row in range(num_rows)]
-    start = e.fill(0.0)
-    slot = e.variable(start)
-    is_biased = e.builder.icmp_signed("!=", at["bias"], e.integer(0))
-    with e.builder.if_then(is_biased):
-        e.set(slot, e.load(at["bias"]))
-    totals = [e.variable(start) for _ in range(num_rows)]
-    for total in totals:
-        e.set(total, e.get(slot))
+    slots = [_Totals(e) for _ in range(num_rows)]
+    with _sides(e) as side:
+        slot = e.variable(e.fill(0.0, RESULTS))
+        is_biased = e.builder.icmp_signed("!=", at["bias"], e.integer(0))
+        with e.builder.if_then(is_biased):
+            e.set(slot, e.load(e.add(at["bias"], e.times(side, 4)), RESULTS))
+        for row in range(num_rows):
+            e.set(slots[row].at(side), e.get(slot))
     with e.loop(at["groups"]) as loop:
         tile = e.add(at["tiles"], e.times(loop.index, TILE_BYTES[form]))
         for line in range(0, TILE_BYTES[form], 64):
             e.prefetch(tile, PREFETCH_TILES * TILE_BYTES[form] + line)
-        first = e.add(at["x"], e.times(loop.index, CODE_BYTES[coding]))
-        x = [e.add(first, offset) for offset in offsets]
-        if form == PLAIN:
-            _add_plain(e, tile, x, totals)
-        else:
-            record = e.add(at["x"], e.times(at["groups"], CODE_BYTES[coding]))
-            record = e.add(record, e.times(loop.index, RECORD_BYTES[coding]))
-            records = [e.add(record, offset) for offset in offsets]
-            _add_coded(e, form, coding, tile, x, records, totals)
-    for row, total in enumerate(totals):
-        e.store(e.get(total), at["out"], e.times(at["out_stride"], row))
+        here = {"x": e.add(at["x"], e.times(loop.index, CODE_BYTES[coding]))}
+        record = e.add(at["x"], e.times(at["groups"], CODE_BYTES[coding]))
+        here["record"] = e.add(record, e.times(loop.index, RECORD_BYTES[coding]))
+        with _sides(e) as side:
+            here["codes"] = e.add(tile, e.times(side, 4))
+            totals = [slot.at(side) for slot in slots]
+            if form == PLAIN:
+                x = [e.add(_kept_here(e, here["x"]), offset) for offset in offsets]
+                _add_plain(e, here["codes"], x, totals)
+            else:
+                end = 256 if form == NIBBLES else 512
+                here["scales"] = e.add(tile, e.add(e.times(side, 2), end))
+                _add_coded(e, form, coding, here, offsets, totals)
+    for row in range(num_rows):
+        with _sides(e) as side:
+            out = e.add(at["out"], e.add(e.times(at["out_stride"], row), e.times(side, 4)))
+            e.store(e.get(slots[row].at(side)), out)
 
 
 def _product(e: Any, form: int, coding: int, at: dict[str, Any], rows: Any) -> None:

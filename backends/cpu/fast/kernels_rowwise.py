@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 from numba import carray
 
 from headrace.backends.cpu.fast.compiled import fast_kernel
@@ -23,10 +24,12 @@ from headrace.backends.cpu.fast.intrinsics import (
     I64,
     INTS,
     LANES,
+    SHORTS,
     routine,
 )
 from headrace.backends.cpu.fast.kernels_product import (
     BRAIN,
+    BRAIN_IS_FLOAT,
     BYTES_IN_HALVES,
     BYTES_SIGNED,
     CODE_BYTES,
@@ -39,6 +42,7 @@ from headrace.backends.cpu.fast.kernels_product import (
     PLAIN,
     RECORD_BYTES,
     WIDE,
+    WIDE_IS_SHORT,
 )
 from headrace.backends.cpu.kernels_rows import floats
 from headrace.backends.cpu.kernels_vector import as_pointer
@@ -141,9 +145,10 @@ def quantize_row(e: Any, x: Any, groups: Any, coding: Any, out: Any) -> None:
 
 
 def _write_brains(e: Any, x: Any, groups: Any, coding: int, out: Any) -> None:
-    with e.loop(e.times(groups, CODE_BYTES[coding] // (2 * LANES))) as loop:
+    with e.loop(e.times(groups, GROUP // LANES)) as loop:
         value = e.load(e.add(x, e.times(loop.index, _ROW)))
-        e.store(e.narrow(value), e.add(out, e.times(loop.index, 2 * LANES)))
+        value = value if BRAIN_IS_FLOAT else e.narrow(value)
+        e.store(value, e.add(out, e.times(loop.index, CODE_BYTES[coding] * LANES // GROUP)))
 
 
 def _write_codes(e: Any, x: Any, groups: Any, coding: int, out: Any) -> None:
@@ -175,8 +180,14 @@ def _write_codes(e: Any, x: Any, groups: Any, coding: int, out: Any) -> None:
 
 
 def _store_wide(e: Any, code: Any, target: Any, half: int) -> Any:
-    """Store 16 codes as high and low bytes; return what those say."""
+    """Store 16 codes as high and low bytes, or as they are where WIDE_IS_SHORT; return what those say."""
     builder = e.builder
+    if WIDE_IS_SHORT:
+        order = [4 * quad + place for quad in range(LANES // 4) for place in (0, 2, 1, 3)]
+        short = builder.trunc(code, SHORTS)
+        short = builder.shuffle_vector(short, short, ir.Constant(INTS, order))
+        e.store(short, target, 2 * LANES * half)
+        return code
     high, low = e.split_bytes(code)
     e.store(builder.trunc(high, BYTES), target, LANES * half)
     e.store(builder.trunc(low, BYTES), target, GROUP + LANES * half)
