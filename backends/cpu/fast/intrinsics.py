@@ -175,16 +175,8 @@ class Emitter:
         return self.builder.bitcast(kept, ir.VectorType(F32, pairs.type.count))
 
     def narrow(self, x: Any) -> Any:
-        """16 f32 as bf16, rounded to even; NaN stays NaN."""
-        if HAS_BRAIN_DOT:
-            return self.builder.fptrunc(x, BRAINS)
-        builder, bits = self.builder, self.builder.bitcast(x, INTS)
-        high = builder.lshr(bits, self.fill(16, INTS))
-        half = builder.add(builder.and_(high, self.fill(1, INTS)), self.fill(0x7FFF, INTS))
-        rounded = builder.lshr(builder.add(bits, half), self.fill(16, INTS))
-        quiet = builder.or_(high, self.fill(0x40, INTS))
-        is_nan = builder.fcmp_unordered("uno", x, x)
-        return builder.trunc(builder.select(is_nan, quiet, rounded), SHORTS)
+        """16 f32 as bf16, rounded to even; HAS_BRAIN_DOT only: elsewhere LLVM would call a library."""
+        return self.builder.fptrunc(x, BRAINS)
 
     def sum_lanes(self, x: Any) -> Any:
         return self._fold(x, self.builder.fadd)
@@ -278,12 +270,9 @@ class Emitter:
         return total
 
     def dot_brain(self, total: Any, pairs: Any, x: Any) -> Any:
-        """total[i] += the two products of the bf16 in lane i of `pairs` and of `x`."""
-        if HAS_BRAIN_DOT:
-            pairs, x = (self.builder.bitcast(value, BRAIN_PAIRS) for value in (pairs, x))
-            return self.call("llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, total, pairs, x)
-        total = self.fma(self.widen_low(pairs), self.widen_low(x), total)
-        return self.fma(self.widen_high(pairs), self.widen_high(x), total)
+        """total[i] += the two products of the bf16 in lane i of `pairs` and of `x`; HAS_BRAIN_DOT only."""
+        pairs, x = (self.builder.bitcast(value, BRAIN_PAIRS) for value in (pairs, x))
+        return self.call("llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, total, pairs, x)
 
     def _dot_avx2(self, total: Any, codes: Any, x: Any, *, is_signed: bool) -> Any:
         """The products of two bytes must fit 16 bits, so signs move to x."""

@@ -18,26 +18,32 @@ import numpy as np
 from headrace.backends.cpu.fast import layout as at
 from headrace.backends.cpu.fast.compiled import fast_kernel
 from headrace.backends.cpu.fast.intrinsics import LANES, atomic_add
+from headrace.backends.cpu.fast.kernels_attend_codes import (
+    CODES_AT_ONCE,
+    QUERY_RECORD,
+    blend_codes,
+    query_codes,
+    row_scale,
+    score_codes,
+    weigh_codes,
+)
+from headrace.backends.cpu.fast.kernels_attend_pairs import (
+    NUMBER_BYTES,
+    PAIRS_AT_ONCE,
+    blend_pairs,
+    query_pairs,
+    score_pairs,
+    weigh_pairs,
+)
 from headrace.backends.cpu.fast.kernels_attend_rows import (
     BLENDED_AT_ONCE,
     PAIRS,
-    QUERY_RECORD,
     SCORE_ROW,
-    SCORED_AT_ONCE,
     SEGMENT_BLOCKS,
     STATE_BYTES,
-    blend_codes,
-    blend_pairs,
     block_bytes,
     fetch_run,
     join_partial,
-    query_codes,
-    query_pairs,
-    row_scale,
-    score_codes,
-    score_pairs,
-    weigh_codes,
-    weigh_pairs,
 )
 from headrace.backends.cpu.fast.kernels_rowwise import bytes_of, copy_scaled
 from headrace.backends.cpu.kernels_rows import bf16_of, floats, halves, ints, longs
@@ -59,7 +65,7 @@ block_size_of = fast_kernel(block_bytes)
 def scratch_bytes(head_dim: int, ratio: int) -> int:
     """Return what one worker needs for an item: two tables of runs, queries, sums, scores and states."""
     vectors = max(MAX_VECTORS, ratio)
-    each = 2 * head_dim + QUERY_RECORD + 4 * head_dim + SCORE_ROW + STATE_BYTES
+    each = NUMBER_BYTES * head_dim + QUERY_RECORD + 4 * head_dim + SCORE_ROW + STATE_BYTES
     return vectors * each + 2 * _TABLE_BYTES
 
 
@@ -70,7 +76,7 @@ def partial_bytes(head_dim: int) -> int:
 
 @fast_kernel
 def write_pairs(keys, values, k, v, head_dim, lane):  # type: ignore[no-untyped-def]
-    """Write one head's key and value as row `lane` of a block of PAIRS (see kernels_attend_rows)."""
+    """Write one head's key and value as row `lane` of a block of PAIRS (see kernels_attend_pairs)."""
     key, value = floats(k, head_dim), floats(v, head_dim)
     key_block = halves(keys, head_dim * LANES)
     value_block = halves(values, head_dim * LANES)
@@ -126,8 +132,8 @@ def _reset(states, totals, num_vectors, head_dim):  # type: ignore[no-untyped-de
 def _score(form, queries, stride, head_dim, blocks, ahead, num_blocks, scores, count):  # type: ignore[no-untyped-def]
     """Scores of `count` vectors with a segment: as many at once as there are routines for."""
     done = 0
-    for most in SCORED_AT_ONCE:
-        if form != PAIRS and most > SCORED_AT_ONCE[1]:
+    for most in PAIRS_AT_ONCE:
+        if form != PAIRS and most > CODES_AT_ONCE[0]:
             continue
         while count - done >= most:
             q, out = queries + done * stride, scores + done * SCORE_ROW
@@ -301,7 +307,7 @@ def attend_unit(op, parameters, items_at, unit, following, places):  # type: ign
     count = item[at.NUM_QUERIES]
     table_at, token, row, first_block, end_block = _rows_of(op, parameters, item)
     num_vectors = count * ratio
-    stride = 2 * head_dim + QUERY_RECORD
+    stride = NUMBER_BYTES * head_dim + QUERY_RECORD
     queries = scratch + 2 * _TABLE_BYTES
     totals = queries + num_vectors * stride
     scores = totals + num_vectors * head_dim * 4

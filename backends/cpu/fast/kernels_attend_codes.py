@@ -1,0 +1,246 @@
+"""The inner loops of attention over int8 with a scale per row: products of bytes do the sums, exactly.
+
+A block of 16 rows of one KV head is keys [head_dim / 4][16 rows][4] of code + 128, then 16 scales f32, and
+values [head_dim / 16][4 quads of rows][16 elements][4], then 16 scales f32. Queries are 256 * high + low and
+weights 128 * high + low, in two bytes each.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace.backends.cpu.fast.intrinsics import (
+    BYTES,
+    DOT_SHIFTS_SIGNED,
+    F32,
+    FLOATS,
+    I32,
+    INTS,
+    LANES,
+    routine,
+)
+from headrace.backends.cpu.fast.kernels_attend_rows import (
+    BLENDED_AT_ONCE,
+    LOW,
+    SCORE_ROW,
+    STATE_BYTES,
+    by_count,
+    fetch,
+    hide_and_find_top,
+    in_columns,
+    join_segment,
+    join_total,
+    keys_of,
+    run_at,
+    shift_of,
+    some_at_a_time,
+    weight_of,
+)
+
+QUERY_RECORD = 16
+"""After the codes of a query: scale f32, 128 * sum of codes i32."""
+CODES_AT_ONCE = (4, 3, 2, 1)
+"""Numbers of vectors that share a read of the keys."""
+_HIGHEST_QUERY = 127 * 256.0
+_HIGHEST_WEIGHT = 127 * 128 + 127.0
+_BYTE_BLOCK = 2 * LANES
+"""Of one block's weights as codes: 16 high bytes, 16 low ones."""
+
+
+@routine()
+def score_codes(
+    e: Any, q: Any, q_stride: Any, head_dim: Any, blocks: Any, ahead: Any, num_blocks: Any, out: Any,
+    count: Any,
+) -> None:  # fmt: skip
+    """What score_pairs does, for keys as codes; q[v] are high bytes, low bytes and a record."""
+    builder = e.builder
+    quads = builder.sdiv(head_dim, e.integer(4))
+
+    def body(known: int) -> None:
+        rows = [e.add(q, builder.mul(q_stride, e.integer(i))) for i in range(known)]
+        lows = [e.add(row, head_dim) for row in rows]
+        zero = e.fill(0, INTS)
+        sums = [[[e.variable(zero) for _ in range(2)] for _ in range(2)] for _ in range(known)]
+
+        def some(first: Any, together: int) -> None:
+            here = [keys_of(e, blocks, e.add(first, i)) for i in range(together)]
+            following = [run_at(e, ahead, e.add(first, i)) for i in range(together)]
+            for of_row in sums:
+                for total in (*of_row[0], *of_row[1]):
+                    e.set(total, zero)
+            with e.loop(quads) as loop:
+                line, place = e.times(loop.index, 4 * LANES), e.times(loop.index, 4)
+                parts = [e.load(e.add(block, line), INTS) for block in here]
+                for run in following:
+                    fetch(e, e.add(run, line))
+                for index, of_row in enumerate(sums):
+                    for half, total in zip((rows, lows), of_row, strict=True):
+                        x = e.broadcast(e.load(e.add(half[index], place), I32))
+                        for part, slot in zip(parts, total, strict=False):
+                            e.set(slot, e.dot(e.get(slot), part, x, is_signed=True))
+            for run in following:
+                fetch(e, e.add(run, e.times(head_dim, LANES)))
+            target = e.add(out, e.times(first, 4 * LANES))
+            for index, (high, low) in enumerate(sums):
+                record = e.add(lows[index], head_dim)
+                scale = e.broadcast(e.load(record, F32))
+                for i in range(together):
+                    whole = builder.shl(e.get(high[i]), e.fill(8, INTS))
+                    whole = builder.add(whole, e.get(low[i]))
+                    if DOT_SHIFTS_SIGNED:
+                        whole = builder.sub(whole, e.broadcast(e.load(record, I32, 4)))
+                    row_scales = e.load(e.add(here[i], e.times(head_dim, LANES)))
+                    value = builder.fmul(builder.sitofp(whole, FLOATS), scale)
+                    value = builder.fmul(value, row_scales)
+                    e.store(value, target, SCORE_ROW * index + 4 * LANES * i)
+
+        some_at_a_time(e, num_blocks, 2, some)
+
+    by_count(e, count, CODES_AT_ONCE, body)
+
+
+@routine(floats=("softcap",))
+def weigh_codes(
+    e: Any, scores: Any, num_blocks: Any, first: Any, last: Any, softcap: Any, state: Any,
+    values: Any, head_dim: Any,
+) -> None:  # fmt: skip
+    """What weigh_pairs does, with the scales of the values taken in: bytes and one scale for the segment.
+
+    The largest weight is found among their bits, where a NaN is the largest: it becomes the scale.
+    """
+    builder = e.builder
+    top = hide_and_find_top(e, scores, num_blocks, (first, last), softcap)
+    shift, added = shift_of(e, top), e.variable(e.fill(0.0))
+    most = e.variable(e.fill(0, INTS))
+    with e.loop(num_blocks) as loop:
+        place = e.add(scores, e.times(loop.index, 4 * LANES))
+        score = e.load(place)
+        weight = weight_of(e, score, shift)
+        e.set(added, builder.fadd(e.get(added), weight))
+        row_scales = e.load(e.add(keys_of(e, values, loop.index), e.times(head_dim, LANES)))
+        is_hidden = builder.fcmp_ordered("==", score, e.fill(LOW))
+        weight = builder.select(is_hidden, e.fill(0.0), builder.fmul(weight, row_scales))
+        e.store(weight, place)
+        bits = e.magnitude_bits(weight)
+        e.set(most, e.call("llvm.smax.v16i32", INTS, e.get(most), bits))
+    largest = e.largest_magnitude(e.get(most))
+    inverse = e.broadcast(builder.fdiv(F32(_HIGHEST_WEIGHT), largest))
+    with e.loop(num_blocks) as loop:
+        weight = e.load(e.add(scores, e.times(loop.index, 4 * LANES)))
+        code = builder.fptosi(e.round(builder.fmul(weight, inverse)), INTS)
+        target = e.add(scores, e.times(loop.index, _BYTE_BLOCK))
+        high = builder.lshr(code, e.fill(7, INTS))
+        e.store(builder.trunc(high, BYTES), target)
+        e.store(builder.trunc(builder.and_(code, e.fill(127, INTS)), BYTES), target, LANES)
+    join_segment(e, state, top, e.sum_lanes(e.get(added)))
+    e.store(builder.fmul(largest, F32(1 / _HIGHEST_WEIGHT)), state, 16)
+
+
+@routine()
+def blend_codes(
+    e: Any, weights: Any, blocks: Any, ahead: Any, num_rows: Any, head_dim: Any, totals: Any,
+    states: Any, count: Any,
+) -> None:  # fmt: skip
+    """What blend_pairs does, for values and weights as codes; weights past num_rows are zero."""
+    builder = e.builder
+    column_bytes = LANES * LANES
+    stride = e.times(head_dim, 4)
+    quads = builder.sdiv(e.add(num_rows, 3), e.integer(4))
+    zero = e.fill(0, INTS)
+
+    def body(known: int) -> None:
+        places = [e.add(weights, SCORE_ROW * i) for i in range(known)]
+        sums = [[[e.variable(zero) for _ in range(2)] for _ in range(2)] for _ in range(known)]
+
+        def some(first: Any, together: int) -> None:
+            inside = e.times(first, column_bytes)
+            for of_vector in sums:
+                for high, low in of_vector[:together]:
+                    e.set(high, zero)
+                    e.set(low, zero)
+
+            def add(block: Any, index: Any, quad: Any) -> None:
+                place = e.add(inside, e.times(quad, 4 * LANES))
+                line = e.add(block, place)
+                parts = [e.load(line, INTS, column_bytes * i) for i in range(together)]
+                following = e.add(run_at(e, ahead, index), place)
+                for i in range(together):
+                    fetch(e, e.add(following, column_bytes * i))
+                offset = e.add(e.times(index, _BYTE_BLOCK), e.times(quad, 4))
+                for codes, of_vector in zip(places, sums, strict=True):
+                    for half in range(2):
+                        code = e.load(e.add(codes, offset), I32, LANES * half)
+                        for part, total in zip(parts, of_vector, strict=False):
+                            dot = e.dot(
+                                e.get(total[half]), e.broadcast(code), part, is_signed=False
+                            )
+                            e.set(total[half], dot)
+
+            four = e.integer(LANES // 4)
+            with e.loop(builder.sdiv(quads, four)) as loop:
+                block = keys_of(e, blocks, loop.index)
+                with e.loop(four) as quad_loop:
+                    add(block, loop.index, quad_loop.index)
+            last = builder.sdiv(quads, four)
+            with builder.if_then(builder.icmp_signed("<", e.times(last, 4), quads)):
+                block = keys_of(e, blocks, last)
+                with e.loop(builder.srem(quads, four)) as quad_loop:
+                    add(block, last, quad_loop.index)
+            target = e.add(totals, e.times(first, 4 * LANES))
+            for index, of_vector in enumerate(sums):
+                row = e.add(target, builder.mul(stride, e.integer(index)))
+                state = e.add(states, STATE_BYTES * index)
+                scale = e.broadcast(e.load(state, F32, 16))
+                for i, (high, low) in enumerate(of_vector[:together]):
+                    whole = builder.shl(e.get(high), e.fill(7, INTS))
+                    whole = builder.add(whole, e.get(low))
+                    value = builder.fmul(builder.sitofp(whole, FLOATS), scale)
+                    join_total(e, e.add(row, 4 * LANES * i), value, state)
+
+        in_columns(e, head_dim, 2, some)
+
+    by_count(e, count, BLENDED_AT_ONCE, body)
+
+
+def _largest_size(e: Any, x: Any, head_dim: Any) -> Any:
+    """The largest |x|, found among bits: a NaN is larger than all numbers. At least 1e-30."""
+    most = e.variable(e.fill(0, INTS))
+    with e.loop(e.builder.sdiv(head_dim, e.integer(LANES))) as loop:
+        bits = e.magnitude_bits(e.load(e.add(x, e.times(loop.index, 4 * LANES))))
+        e.set(most, e.call("llvm.smax.v16i32", INTS, e.get(most), bits))
+    return e.largest_magnitude(e.get(most))
+
+
+@routine(floats=("scale",))
+def query_codes(e: Any, x: Any, scale: Any, out: Any, head_dim: Any) -> None:
+    """Write x * scale as high bytes, low bytes and a record."""
+    builder = e.builder
+    largest = _largest_size(e, x, head_dim)
+    inverse = e.broadcast(builder.fdiv(F32(_HIGHEST_QUERY), largest))
+    lows = e.add(out, head_dim)
+    whole = e.variable(e.fill(0, INTS))
+    with e.loop(builder.sdiv(head_dim, e.integer(LANES))) as loop:
+        value = e.load(e.add(x, e.times(loop.index, 4 * LANES)))
+        code = builder.fptosi(e.round(builder.fmul(value, inverse)), INTS)
+        high, low = e.split_bytes(code)
+        e.set(
+            whole, builder.add(e.get(whole), builder.add(builder.shl(high, e.fill(8, INTS)), low))
+        )
+        offset = e.times(loop.index, LANES)
+        e.store(builder.trunc(high, BYTES), e.add(out, offset))
+        e.store(builder.trunc(low, BYTES), e.add(lows, offset))
+    record = e.add(lows, head_dim)
+    e.store(builder.fmul(builder.fmul(largest, F32(1 / _HIGHEST_QUERY)), scale), record)
+    e.store(builder.shl(e.sum_int_lanes(e.get(whole)), I32(7)), record, 4)
+
+
+@routine("float")
+def row_scale(e: Any, x: Any, head_dim: Any) -> Any:
+    """The scale of a row as codes of -127 .. 127: 17 bits, rounded up, so that 127 * scale is exact.
+
+    A row read back and written again gets the same scale and codes.
+    """
+    builder = e.builder
+    scale = builder.fdiv(_largest_size(e, x, head_dim), F32(127.0))
+    bits = builder.add(builder.bitcast(scale, I32), I32(127))
+    return builder.bitcast(builder.and_(bits, I32(-128)), F32)

@@ -1,0 +1,195 @@
+"""The inner loops of attention over bf16: a dot product of pairs does two sums at once.
+
+A block of 16 rows of one KV head is keys [head_dim / 2][16 rows][2] and values [head_dim / 16][8 pairs of
+rows][16 elements][2]. Queries and weights are rounded to bf16 too where the CPU has products of bf16, and stay
+f32 where it has not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace.backends.cpu.fast import capability
+from headrace.backends.cpu.fast.intrinsics import (
+    F32,
+    HAS_BRAIN_DOT,
+    I32,
+    INTS,
+    LANES,
+    LEVEL,
+    routine,
+)
+from headrace.backends.cpu.fast.kernels_attend_rows import (
+    BLENDED_AT_ONCE,
+    SCORE_ROW,
+    STATE_BYTES,
+    by_count,
+    fetch,
+    hide_and_find_top,
+    in_columns,
+    join_segment,
+    join_total,
+    keys_of,
+    run_at,
+    shift_of,
+    some_at_a_time,
+    weight_of,
+)
+
+IS_LARGE = capability.AVX512_VNNI == LEVEL
+"""Whether there are registers for 16 sums of 16 numbers; else for 8, or less."""
+PAIRS_AT_ONCE = (8, 4, 3, 2, 1) if IS_LARGE else (4, 3, 2, 1)
+"""Numbers of vectors that share a read of the keys."""
+NUMBER_BYTES = 2 if HAS_BRAIN_DOT else 4
+"""Of a query's numbers and of weights."""
+
+
+def _add_products(e: Any, parts: list[Any], places: list[Any], sums: list[list[Any]]) -> None:
+    """sums[v][i] += parts[i], pairs of bf16, times the two numbers at places[v]."""
+    if HAS_BRAIN_DOT:
+        for place, of_vector in zip(places, sums, strict=True):
+            x = e.broadcast(e.load(place, I32))
+            for part, total in zip(parts, of_vector, strict=False):
+                e.set(total, e.dot_brain(e.get(total), part, x))
+        return
+    for number, widen in enumerate((e.widen_low, e.widen_high)):
+        wide = [widen(part) for part in parts]
+        for place, of_vector in zip(places, sums, strict=True):
+            x = e.broadcast(e.load(place, F32, NUMBER_BYTES * number))
+            for part, total in zip(wide, of_vector, strict=False):
+                e.set(total, e.fma(part, x, e.get(total)))
+
+
+def _store_numbers(e: Any, values: Any, target: Any, index: Any) -> None:
+    """Store 16 f32 as `_add_products` reads them, `index` such runs behind `target`."""
+    values = e.narrow(values) if HAS_BRAIN_DOT else values
+    e.store(values, e.add(target, e.times(index, NUMBER_BYTES * LANES)))
+
+
+def _at_once(known: int, most: int) -> int:
+    """How many blocks or columns share the loop with `known` vectors, at most `most`."""
+    return most if IS_LARGE else min(most, 6 // known) or 1
+
+
+@routine()
+def score_pairs(
+    e: Any, q: Any, q_stride: Any, head_dim: Any, blocks: Any, ahead: Any, num_blocks: Any, out: Any,
+    count: Any,
+) -> None:  # fmt: skip
+    """out[v, 16 b + i] = q[v] times row i of block b of `blocks`, a table of runs.
+
+    While block b is read, run b of `ahead` is fetched.
+    """
+    pairs = e.builder.sdiv(head_dim, e.integer(2))
+
+    def body(known: int) -> None:
+        rows = [e.add(q, e.builder.mul(q_stride, e.integer(i))) for i in range(known)]
+        sums = [[e.variable(e.fill(0.0)) for _ in range(2)] for _ in range(known)]
+
+        def some(first: Any, together: int) -> None:
+            here = [keys_of(e, blocks, e.add(first, i)) for i in range(together)]
+            following = [run_at(e, ahead, e.add(first, i)) for i in range(together)]
+            for pair in sums:
+                for total in pair:
+                    e.set(total, e.fill(0.0))
+            with e.loop(pairs) as loop:
+                line = e.times(loop.index, 4 * LANES)
+                parts = [e.load(e.add(block, line), INTS) for block in here]
+                for run in following:
+                    fetch(e, e.add(run, line))
+                offset = e.times(loop.index, 2 * NUMBER_BYTES)
+                _add_products(e, parts, [e.add(row, offset) for row in rows], sums)
+            target = e.add(out, e.times(first, 4 * LANES))
+            for index, pair in enumerate(sums):
+                for i, total in enumerate(pair[:together]):
+                    e.store(e.get(total), target, SCORE_ROW * index + 4 * LANES * i)
+
+        some_at_a_time(e, num_blocks, _at_once(known, 2), some)
+
+    by_count(e, count, PAIRS_AT_ONCE, body)
+
+
+@routine(floats=("softcap",))
+def weigh_pairs(
+    e: Any, scores: Any, num_blocks: Any, first: Any, last: Any, softcap: Any, state: Any
+) -> None:
+    """Turn one vector's scores into weights in their place; rows outside first .. last - 1 get 0."""
+    top = hide_and_find_top(e, scores, num_blocks, (first, last), softcap)
+    shift, added = shift_of(e, top), e.variable(e.fill(0.0))
+    with e.loop(num_blocks) as loop:
+        weight = weight_of(e, e.load(e.add(scores, e.times(loop.index, 4 * LANES))), shift)
+        e.set(added, e.builder.fadd(e.get(added), weight))
+        _store_numbers(e, weight, scores, loop.index)
+    join_segment(e, state, top, e.sum_lanes(e.get(added)))
+
+
+@routine()
+def blend_pairs(
+    e: Any, weights: Any, blocks: Any, ahead: Any, num_rows: Any, head_dim: Any, totals: Any,
+    states: Any, count: Any,
+) -> None:  # fmt: skip
+    """Let a segment's weighted sums of values join totals[v], for `count` vectors.
+
+    `blocks` is a table of runs from its first values on; while block b is read, run b of `ahead` is fetched.
+    What lies past num_rows counts as zero, whatever it is.
+    """
+    builder = e.builder
+    column_bytes = 2 * LANES * LANES
+    stride = e.times(head_dim, 4)
+    whole_blocks = builder.sdiv(num_rows, e.integer(LANES))
+    rest = builder.srem(num_rows, e.integer(LANES))
+    rest_pairs = builder.sdiv(e.add(rest, 1), e.integer(2))
+    is_odd = builder.icmp_signed("==", builder.srem(rest, e.integer(2)), e.integer(1))
+
+    def body(known: int) -> None:
+        places = [e.add(weights, SCORE_ROW * i) for i in range(known)]
+        sums = [[e.variable(e.fill(0.0)) for _ in range(4)] for _ in range(known)]
+
+        def some(first: Any, together: int) -> None:
+            inside = e.times(first, column_bytes)
+            for of_vector in sums:
+                for total in of_vector[:together]:
+                    e.set(total, e.fill(0.0))
+
+            def add(block: Any, index: Any, pair: Any, mask: Any) -> None:
+                place = e.add(inside, e.times(pair, 4 * LANES))
+                line = e.add(block, place)
+                parts = [e.load(line, INTS, column_bytes * i) for i in range(together)]
+                following = e.add(run_at(e, ahead, index), place)
+                for i in range(together):
+                    fetch(e, e.add(following, column_bytes * i))
+                if mask is not None:
+                    parts = [builder.and_(part, mask) for part in parts]
+                offset = e.times(e.add(e.times(index, LANES // 2), pair), 2 * NUMBER_BYTES)
+                _add_products(e, parts, [e.add(weights, offset) for weights in places], sums)
+
+            with e.loop(whole_blocks) as loop:
+                block = keys_of(e, blocks, loop.index)
+                with e.loop(e.integer(LANES // 2)) as pair_loop:
+                    add(block, loop.index, pair_loop.index, None)
+            with builder.if_then(builder.icmp_signed(">", rest, e.integer(0))):
+                block = keys_of(e, blocks, whole_blocks)
+                with e.loop(rest_pairs) as pair_loop:
+                    is_last = builder.icmp_signed("==", e.add(pair_loop.index, 1), rest_pairs)
+                    is_half = builder.and_(is_last, is_odd)
+                    mask = e.broadcast(builder.select(is_half, I32(0xFFFF), I32(-1)))
+                    add(block, whole_blocks, pair_loop.index, mask)
+            target = e.add(totals, e.times(first, 4 * LANES))
+            for index, of_vector in enumerate(sums):
+                row = e.add(target, builder.mul(stride, e.integer(index)))
+                for i, total in enumerate(of_vector[:together]):
+                    state = e.add(states, STATE_BYTES * index)
+                    join_total(e, e.add(row, 4 * LANES * i), e.get(total), state)
+
+        in_columns(e, head_dim, _at_once(known, 4), some)
+
+    by_count(e, count, BLENDED_AT_ONCE, body)
+
+
+@routine(floats=("scale",))
+def query_pairs(e: Any, x: Any, scale: Any, out: Any, head_dim: Any) -> None:
+    """out = x * scale."""
+    spread = e.broadcast(scale)
+    with e.loop(e.builder.sdiv(head_dim, e.integer(LANES))) as loop:
+        value = e.builder.fmul(e.load(e.add(x, e.times(loop.index, 4 * LANES))), spread)
+        _store_numbers(e, value, out, loop.index)
