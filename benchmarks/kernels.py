@@ -4,8 +4,9 @@ python benchmarks/kernels.py MODEL [--path fast|reference|both] [--cases decode-
 
 An operation cannot be faster than its bytes at the measured read bandwidth, nor than its multiplications at the
 measured rate; the share is the larger of the two over the time it took. Weights and the KV pool are read from
-memory, activations from the second-level cache. `--products` is how many int8 products one multiplication of
-the fast path costs. Times are of both threads together (core time), best of the rounds.
+memory, activations from the second-level cache. `--products` is how many integer products one multiplication of
+the fast path costs: 2 of bytes, or 1 of 16-bit numbers. Times are of both threads together (core time), best of
+the rounds.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from cpu_step import CONTEXT, decode, load, prefill, run
-from roofline import CACHED_BYTES, multiplications, read_bandwidth
+from roofline import CACHED_BYTES, RATES, multiplications, read_bandwidth
 
 from headrace.backends.cpu.backend import CpuBackend
+from headrace.backends.cpu.fast.kernels_product import WIDE_IS_SHORT
 from headrace.backends.cpu.ops import CpuOps
 from headrace.backends.runner import OpsRunner
 from headrace.clock import SystemClock
@@ -47,8 +49,8 @@ class Machine:
 
     memory: float
     cache: float
-    int8: float
-    bf16: float
+    integer: float
+    attention: float
 
 
 @dataclass(slots=True)
@@ -58,7 +60,7 @@ class Work:
     memory_bytes: float = 0.0
     cache_bytes: float = 0.0
     multiplications: float = 0.0
-    rate: str = "int8"
+    rate: str = "integer"
 
     def seconds(self, machine: Machine, products: int) -> tuple[float, str]:
         """Return the least wall time it can take, and what bounds it."""
@@ -66,7 +68,7 @@ class Work:
             "memory": self.memory_bytes / machine.memory,
             "cache": self.cache_bytes / machine.cache,
             "arithmetic": self.multiplications
-            * (products / machine.int8 if self.rate == "int8" else 1 / machine.bf16),
+            * (products / machine.integer if self.rate == "integer" else 1 / machine.attention),
         }
         name = max(times, key=lambda key: times[key])
         return times[name], name
@@ -105,7 +107,7 @@ def work_of(model: LoadedModel, weights: list[Any], batch: ForwardBatch) -> dict
             work.multiplications += used * weight.in_size * part.num_columns * 16
     lengths, starts = batch.kv_lens[0], batch.query_starts
     attention = found["attention"]
-    attention.rate = "bf16"
+    attention.rate = "attention"
     for group in model.architecture.kv_groups():
         row_bytes = 2 * 2 * group.num_kv_heads * group.head_dim
         for sequence, length in enumerate(lengths):
@@ -222,13 +224,14 @@ def measure_machine(threads: int) -> Machine:
     machine = Machine(
         memory=read_bandwidth(threads),
         cache=read_bandwidth(threads, CACHED_BYTES),
-        int8=multiplications(threads, "int8"),
-        bf16=multiplications(threads, "bf16"),
+        integer=multiplications(threads, "integer"),
+        attention=multiplications(threads, "attention"),
     )
+    integer, attention = RATES["integer"][2], RATES["attention"][2]
     print(
         f"{threads} threads: memory {machine.memory / 1e9:.1f} GB/s, second-level cache "
-        f"{machine.cache / 1e9:.0f} GB/s, int8 {machine.int8 / 1e9:.0f} and bf16 "
-        f"{machine.bf16 / 1e9:.0f} G multiplications/s"
+        f"{machine.cache / 1e9:.0f} GB/s, {integer} {machine.integer / 1e9:.0f} and {attention} "
+        f"{machine.attention / 1e9:.0f} G multiplications/s"
     )
     return machine
 
@@ -238,7 +241,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--path", choices=("fast", "reference", "both"), default="fast")
     parser.add_argument("--cases", default=",".join(CASES))
-    parser.add_argument("--products", type=int, default=2)
+    parser.add_argument("--products", type=int, default=1 if WIDE_IS_SHORT else 2)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     threads = options.threads

@@ -15,7 +15,15 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backends.cpu.fast.intrinsics import FLOATS, INTS, LANES, routine
+from headrace.backends.cpu.fast.intrinsics import (
+    FLOATS,
+    HAS_BRAIN_DOT,
+    INTS,
+    INTS8,
+    LANES,
+    routine,
+)
+from headrace.backends.cpu.fast.kernels_product import WIDE_IS_SHORT
 
 READ_BYTES = 256 << 20
 """Per thread: far more than any last-level cache here keeps."""
@@ -51,15 +59,21 @@ def _chains(e: Any, count: Any, address: Any, kind: Any, multiply: Callable[...,
 
 
 @routine()
-def byte_chains(e: Any, count: Any, address: Any) -> None:
-    _chains(e, count, address, INTS, lambda total, a, b: e.dot(total, a, b, is_signed=False))
+def integer_chains(e: Any, count: Any, address: Any) -> None:
+    if not WIDE_IS_SHORT:
+        _chains(e, count, address, INTS, lambda total, a, b: e.dot(total, a, b, is_signed=False))
+        return
+    # a product here does not depend on its sum, so it must not be known to be the same each time
+    _chains(
+        e, count, address, INTS8, lambda total, a, b: e.dot_shorts(total, e.opaque(a), e.opaque(b))
+    )
 
 
 @routine()
-def brain_chains(e: Any, count: Any, address: Any) -> None:
+def attention_chains(e: Any, count: Any, address: Any) -> None:
     def multiply(total: Any, a: Any, b: Any) -> Any:
         pairs = (e.builder.bitcast(value, INTS) for value in (a, b))
-        return e.dot_brain(total, *pairs)
+        return e.dot_brain(total, *pairs) if HAS_BRAIN_DOT else e.fma(a, b, total)
 
     _chains(e, count, address, FLOATS, multiply)
 
@@ -70,13 +84,13 @@ def float_chains(e: Any, count: Any, address: Any) -> None:
 
 
 @numba.njit(nogil=True)
-def run_bytes(count: int, address: int) -> None:
-    byte_chains(count, address)
+def run_integers(count: int, address: int) -> None:
+    integer_chains(count, address)
 
 
 @numba.njit(nogil=True)
-def run_brains(count: int, address: int) -> None:
-    brain_chains(count, address)
+def run_attention(count: int, address: int) -> None:
+    attention_chains(count, address)
 
 
 @numba.njit(nogil=True)
@@ -118,12 +132,22 @@ def read_bandwidth(threads: int, part_bytes: int = READ_BYTES) -> float:
 
 
 def multiplications(threads: int, kind: str) -> float:
-    """Return multiplications per second of registers: "int8" (dot of bytes), "bf16" (dot) or "f32" (fma)."""
-    run, per_lane = {"int8": (run_bytes, 4), "bf16": (run_brains, 2), "f32": (run_floats, 1)}[kind]
+    """Return multiplications per second of registers: "integer", "attention" or "f32" (see RATES)."""
+    run, per_product, _ = RATES[kind]
     count = 200_000
     memory = np.zeros((threads, 16 * (4 + CHAINS) + 16), np.int32)
     seconds = best_seconds(lambda index: run(count, memory[index].ctypes.data), threads)
-    return threads * count * CHAINS * PER_CHAIN * LANES * per_lane / seconds
+    return threads * count * CHAINS * PER_CHAIN * per_product / seconds
+
+
+RATES: dict[str, tuple[Callable[[int, int], None], int, str]] = {
+    "integer": (run_integers, 16, "int16") if WIDE_IS_SHORT else (run_integers, 4 * LANES, "int8"),
+    "attention": (
+        (run_attention, 2 * LANES, "bf16") if HAS_BRAIN_DOT else (run_attention, LANES, "f32")
+    ),
+    "f32": (run_floats, LANES, "f32"),
+}
+"""Which code, multiplications in one product, and of what: products of weights are of integers."""
 
 
 def main() -> None:
@@ -133,8 +157,10 @@ def main() -> None:
     print(f"{threads} threads together, best of {ROUNDS}")
     for name, size in (("memory", READ_BYTES), ("second-level cache", CACHED_BYTES)):
         print(f"  read from {name}: {read_bandwidth(threads, size) / 1e9:.1f} GB/s")
-    for kind in ("int8", "bf16", "f32"):
-        print(f"  {kind} multiplications: {multiplications(threads, kind) / 1e9:.0f} G/s")
+    for kind, (_, _, numbers) in RATES.items():
+        print(
+            f"  {kind} multiplications ({numbers}): {multiplications(threads, kind) / 1e9:.0f} G/s"
+        )
 
 
 if __name__ == "__main__":

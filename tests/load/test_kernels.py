@@ -25,11 +25,11 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_the_larger_of_bytes_and_arithmetic_bounds_an_operation(kernels: Any) -> None:
-    machine = kernels.Machine(memory=10.0, cache=100.0, int8=40.0, bf16=5.0)
+    machine = kernels.Machine(memory=10.0, cache=100.0, integer=40.0, attention=5.0)
     work = kernels.Work(memory_bytes=50.0, cache_bytes=10.0, multiplications=80.0)
     assert work.seconds(machine, 1) == (5.0, "memory")
     assert work.seconds(machine, 3) == (6.0, "arithmetic")
-    work.rate = "bf16"
+    work.rate = "attention"
     assert work.seconds(machine, 3) == (16.0, "arithmetic")
 
 

@@ -99,9 +99,10 @@ class Emitter:
         return ir.Constant(I64, value)
 
     def opaque(self, value: Any) -> Any:
-        """The same int64, but LLVM does not know it: nothing that follows from it leaves a loop."""
-        kind = ir.FunctionType(I64, [I64])
-        return self.builder.asm(kind, "", "=r,0", [value], side_effect=True)
+        """The same int64 or vector, but LLVM does not know it: nothing that follows from it leaves a loop."""
+        kind = ir.FunctionType(value.type, [value.type])
+        constraint = "=r,0" if value.type == I64 else "=x,0"
+        return self.builder.asm(kind, "", constraint, [value], side_effect=True)
 
     def pointer(self, address: Any, kind: Any, offset: Any = 0) -> Any:
         return self.builder.inttoptr(self.add(address, offset), kind.as_pointer())
