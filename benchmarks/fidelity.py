@@ -2,12 +2,12 @@
 
     python benchmarks/fidelity.py --model smollm2 --profile profile.json
 
-Measures the machine's step times first where the profile does not exist yet (a minute or two). A processor
-that clocks its vector units by what its neighbours do is a fifth faster in one second than in the next, and
-what is asked here is whether the simulator is right about the machine as it was. So a trace is replayed in
-slices, and the simulator is told two numbers of each: how long the server's steps of decodes, and those with
-prompt tokens, took in all over how long they would by the profile. The table has the errors with these and
-without. Nothing else should run meanwhile.
+Measures the machine's step times first where the profile does not exist yet (three minutes). A processor
+that clocks its vector units by what its neighbours do is a third slower in one second than in the next, and
+what is asked here is whether the simulator is right about the machine as it was. So the server writes its steps
+down, and the simulator is told how much longer they took than by the profile, half second by half second
+(machine_speed.py): not when requests waited, nor what a step had to compute. The table has the errors with this
+and without. Each trace has a server of its own. Nothing else should run meanwhile.
 """
 
 from __future__ import annotations
@@ -15,19 +15,24 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+import time
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import anyio
-import httpx
+import numpy as np
+from machine_speed import MachineSpeed
 
 from headrace.cli.simulate import make_setup
 from headrace.config import load_config, parse_assignments
 from headrace.config.schema import replica_config
 from headrace.load import LoadPlan, LoadReport, PlannedRequest, run_load
-from headrace.load.profile import fit, measure_profile
+from headrace.load.profile import measure_profile
+from headrace.load.recording import read_steps, recording_arguments
 from headrace.load.report import FRACTIONS, percentile
 from headrace.simulator.figures import latencies
 from headrace.simulator.hardware import Hardware, from_document, from_profile
@@ -35,10 +40,9 @@ from headrace.simulator.outcomes import Outcomes
 from headrace.simulator.prompts import PromptMaker
 from headrace.simulator.simulation import simulate
 from headrace.simulator.trace import HASH_BLOCK_TOKENS, Trace, TraceRequest, in_order
+from headrace.step_time import StepTime
 from headrace.testing.server import started_server
 
-_APPROACHES = 2
-"""Simulations until the factors are those of the simulation that is made with them."""
 _SHARED_TOKENS = 2 * HASH_BLOCK_TOKENS
 _WARM_UP_REQUESTS = 8
 _LOWEST_ID, _NUM_IDS = 100, 40_000
@@ -136,56 +140,34 @@ def compare(name: str, real: Latencies, simulated: Mapping[str, Latencies]) -> d
     return row
 
 
-@dataclass(frozen=True, slots=True)
-class StepSeconds:
-    """What steps took in all: of decodes alone, and those that computed prompt tokens."""
-
-    decode: float
-    prefill: float
-
-    def over(self, other: StepSeconds) -> StepSeconds:
-        return StepSeconds(self.decode / other.decode, self.prefill / other.prefill)
-
-    def less(self, other: StepSeconds) -> StepSeconds:
-        return StepSeconds(self.decode - other.decode, self.prefill - other.prefill)
-
-    def times(self, other: StepSeconds) -> StepSeconds:
-        return StepSeconds(self.decode * other.decode, self.prefill * other.prefill)
+def served(
+    flags: Sequence[str], trace: Trace, block_size: int, device: StepTime
+) -> tuple[LoadReport, MachineSpeed]:
+    """Return what a server made of a trace, and how fast the machine was meanwhile."""
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "steps.jsonl"
+        with started_server([*flags, *recording_arguments(file)]) as server:
+            warm_up(server.url)
+            start = time.monotonic()
+            report = replay(server.url, trace, block_size)
+            steps = [step for step in read_steps(file) if step.end > start]
+    return report, MachineSpeed(steps, device, start)
 
 
-def at_speed(profile: dict[str, Any], factors: StepSeconds, *, with_host: bool = True) -> Hardware:
-    """Return the device of a profile where steps take so many times as long.
-
-    Without the host what passes between two steps is left out, as in a server's own count.
-    """
-    samples = []
-    for sample in profile["samples"]:
-        factor = factors.prefill if sample["prefill_tokens"] else factors.decode
-        scaled = {n: v * factor for n, v in sample.items() if n.endswith("seconds")}
-        samples.append(sample | scaled)
-    kept = profile["overhead"]
-    if not with_host:
-        own = ("served_seconds_beside", "served_seconds_per_request")
-        kept = {name: value if name in own else 0.0 for name, value in kept.items()}
-    return from_document(
-        profile | {"samples": samples, "overhead": kept, "step_time": asdict(fit(samples))}
-    )
+def device_of(profile: dict[str, Any]) -> Hardware:
+    """Return the device of a profile without what passes between its steps, as a server counts them."""
+    names = ("engine_seconds_per_step", "engine_seconds_per_sequence")
+    return from_document(profile | {"overhead": dict.fromkeys(names, 0.0)})
 
 
-def server_seconds(url: str) -> StepSeconds:
-    """Return how long the steps of a server's engines took so far."""
-    lines = [line.split() for line in httpx.get(f"{url}/metrics").text.splitlines()]
-
-    def total(name: str) -> float:
-        return sum(float(words[-1]) for words in lines if words and words[0].startswith(name))
-
-    prefill = total("headrace_prefill_step_seconds_total")
-    return StepSeconds(total("headrace_step_seconds_sum") - prefill, prefill)
-
-
-def simulated_seconds(outcomes: Outcomes) -> StepSeconds:
-    prefill = outcomes.prefill_step_seconds_total
-    return StepSeconds(outcomes.step_seconds_total - prefill, prefill)
+def simulated_at(speed: MachineSpeed, trace: Trace, run: Callable[[Trace], Outcomes]) -> Outcomes:
+    """Return what became of a trace on a machine whose speed changes."""
+    requests = [replace(request, at=speed.work_at(request.at)) for request in trace.requests]
+    found = run(replace(trace, requests=tuple(requests)))
+    outcomes = Outcomes(trace)
+    outcomes.first_token_at = array("d", speed.time_at(np.array(found.first_token_at)))
+    outcomes.end_at = array("d", speed.time_at(np.array(found.end_at)))
+    return outcomes
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -209,8 +191,7 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--profile", type=Path, default=Path("profile.json"))
-    parser.add_argument("--seconds", type=float, default=90.0, help="length of each trace")
-    parser.add_argument("--slices", type=int, default=6)
+    parser.add_argument("--seconds", type=float, default=180.0, help="length of each trace")
     parser.add_argument("--load", type=float, default=0.35, help="share of the time it is busy")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--set", action="append", default=[], help="any key, as for serve")
@@ -228,32 +209,26 @@ def main() -> None:
         arguments.profile.write_text(json.dumps(measured, indent=1) + "\n")
     profile = json.loads(arguments.profile.read_text())
     hardware = from_profile(arguments.profile)
+    device = device_of(profile).step_time
+
+    def run(trace: Trace) -> Outcomes:
+        return simulate(make_setup(None, settings, hardware, 1), trace)
+
     rows = []
     for name in SHAPES:
         real, simulated = Latencies(), {"followed": Latencies(), "profile": Latencies()}
-        found = []
-        for number in range(arguments.slices):
-            seconds, seed = arguments.seconds / arguments.slices, arguments.seed + number
-            trace = make_trace(name, hardware, seconds, arguments.load, seed)
-            with started_server(flags) as server:
-                warm_up(server.url)
-                before = server_seconds(server.url)
-                real.add_real(replay(server.url, trace, profile["engine"]["block_size"]))
-                spent = server_seconds(server.url).less(before)
-
-            def run(device: Hardware, trace: Trace = trace) -> Outcomes:
-                return simulate(make_setup(None, settings, device, 1), trace)
-
-            factors = StepSeconds(1.0, 1.0)
-            for _ in range(_APPROACHES):
-                bare = run(at_speed(profile, factors, with_host=False))
-                factors = factors.times(spent.over(simulated_seconds(bare)))
-            found.append(f"{factors.decode:.2f} / {factors.prefill:.2f}")
-            simulated["profile"].add_simulated(run(hardware))
-            simulated["followed"].add_simulated(run(at_speed(profile, factors)))
+        trace = make_trace(name, hardware, arguments.seconds, arguments.load, arguments.seed)
+        report, speed = served(flags, trace, profile["engine"]["block_size"], device)
+        real.add_real(report)
+        simulated["profile"].add_simulated(run(trace))
+        simulated["followed"].add_simulated(simulated_at(speed, trace, run))
         rows.append(compare(name, real, simulated))
         print(table(rows[-1:]), flush=True)
-        print("steps of decodes / prompts took, of the profile's:", *found, flush=True)
+        print(
+            f"steps took {speed.factor:.2f} of the profile's, in half a second "
+            f"{speed.fastest:.2f} to {speed.slowest:.2f}",
+            flush=True,
+        )
     cells = [row[f"{latency}_{column}"] for row in rows for latency, column in _COLUMNS]
     worst = max(abs(cell["followed_error"]) for cell in cells)
     print(f"\n{table(rows)}\n\nlargest error: {worst:.1%}")

@@ -128,14 +128,12 @@ def from_document(document: Mapping[str, Any]) -> Hardware:
         document.get("samples", ()),
         StepTimeFormula(**step),
         StepTimeFormula(
-            base_seconds=max(
-                overhead["engine_seconds_per_step"], overhead.get("served_seconds_per_step", 0.0)
-            ),
+            base_seconds=overhead["engine_seconds_per_step"],
             # each further stream's token takes a core from the step for as long as the gateway needs
             seconds_per_sequence=overhead["engine_seconds_per_sequence"]
             + (overhead.get("gateway_seconds_per_token") or 0.0),
         ),
-        StepTimeFormula(base_seconds=overhead.get("served_seconds_beside", 0.0)),
+        overhead.get("served_gaps", ()),
     )
     model = document["model"]
     per_token = model["kv_bytes_per_token"]

@@ -28,16 +28,18 @@ class MeasuredStepTime:
         samples: Sequence[Mapping[str, float]],
         formula: StepTimeFormula,
         overhead: StepTimeFormula,
-        overhead_beside: StepTimeFormula | None = None,
+        gaps: Sequence[tuple[int, float]] = (),
     ) -> None:
-        """`overhead` is added to what the device takes: the engine's own part.
+        """`overhead` is the engine's own part, added to what the device takes.
 
-        `overhead_beside` is added to `beside_seconds` instead, what small decodes take that are computed
-        while the engine plans: a step is then one or the other, whichever is shorter.
+        Small decodes that were measured beside it too (`beside_seconds`) take that where it is shorter than
+        one after the other. `gaps`: numbers of sequences, rising, and the seconds between two such steps in
+        a server; what they are above the overhead is added either way.
         """
         self._formula = formula
         self._overhead = overhead
-        self._overhead_beside = overhead_beside or StepTimeFormula()
+        counts, seconds = zip(*gaps, strict=True) if gaps else ((0,), (0.0,))
+        self._gap_counts, self._gap_seconds = list(counts), list(seconds)
         decodes: dict[int, dict[float, float]] = {}
         beside: dict[int, dict[float, float]] = {}
         chunks: dict[int, dict[float, float]] = {}
@@ -57,31 +59,41 @@ class MeasuredStepTime:
 
     def seconds(self, num_prefill_tokens: int, num_sequences: int, num_kv_rows: Any) -> Any:
         """Return a step's seconds; of an array of KV rows, those of each."""
-        extra = self._overhead.seconds(num_prefill_tokens, num_sequences, 0)
+        own = self._overhead.seconds(num_prefill_tokens, num_sequences, 0)
+        more = self._above(num_sequences)
         if num_prefill_tokens and self._chunks:
-            chunk = self._chunk_seconds(num_prefill_tokens, num_sequences, num_kv_rows) + extra
-            return chunk if np.ndim(num_kv_rows) else float(chunk)
+            found = self._chunk_seconds(num_prefill_tokens, num_sequences, num_kv_rows)
+            return (found if np.ndim(num_kv_rows) else float(found)) + own + more
         if num_prefill_tokens or self._decodes is None:
-            return self._formula.seconds(num_prefill_tokens, num_sequences, num_kv_rows) + extra
+            formula = self._formula.seconds(num_prefill_tokens, num_sequences, num_kv_rows)
+            return formula + own + more
         rows = np.atleast_1d(np.asarray(num_kv_rows, float))
-        found = self._decodes.seconds(num_sequences, rows) + extra
+        found = self._decodes.seconds(num_sequences, rows) + own
         beside = self._seconds_beside(num_sequences, rows)
         if beside is not None:
             found = np.minimum(found, beside)
+        found = found + more
         return found if np.ndim(num_kv_rows) else float(found[0])
 
     def runs_beside(self, num_sequences: int, num_kv_rows: int) -> bool:
         """Whether such decodes are computed beside the engine's own work, each launched a step ahead."""
-        beside = self._seconds_beside(num_sequences, np.array([num_kv_rows], float))
-        return beside is not None and bool(
-            beside[0] <= self.seconds(0, num_sequences, num_kv_rows) * (1 + 1e-9)
-        )
+        rows = np.array([num_kv_rows], float)
+        beside = self._seconds_beside(num_sequences, rows)
+        if beside is None or self._decodes is None:
+            return False
+        own = self._overhead.seconds(0, num_sequences, 0)
+        return bool(beside[0] <= self._decodes.seconds(num_sequences, rows)[0] + own)
 
     def _seconds_beside(self, num_sequences: int, rows: Floats) -> Floats | None:
         if self._beside is None or num_sequences > self._beside.counts[-1]:
             return None
-        extra: float = self._overhead_beside.seconds(0, num_sequences, 0)
-        return self._beside.seconds(num_sequences, rows) + extra
+        return self._beside.seconds(num_sequences, rows)
+
+    def _above(self, num_sequences: int) -> float:
+        """What passes between two such steps in a server, beyond the overhead; beyond the last, as there."""
+        count = min(num_sequences, self._gap_counts[-1])
+        gap = float(np.interp(count, self._gap_counts, self._gap_seconds))
+        return max(0.0, gap - self._overhead.seconds(0, count, 0))
 
     def _chunk_seconds(self, num_tokens: int, num_sequences: int, num_kv_rows: Any) -> Any:
         """Return what a chunk takes, the rows before it shared evenly with the sequences beside it.

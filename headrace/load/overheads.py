@@ -8,37 +8,36 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import anyio
-import numpy as np
 
 from headrace.clock import SystemClock
 from headrace.config import ReplicaConfig
 from headrace.load.client import run_load
 from headrace.load.plan import Lengths, LoadPlan
-from headrace.load.report import LoadReport
+from headrace.load.recording import gaps_between_decodes, read_steps, recording_arguments
 from headrace.step_time import StepTimeFormula
 from headrace.testing.server import started_server
 from headrace.types import EngineSettings
 
 Report = Callable[[str, float], None]
-Sample = dict[str, float]
 
 _OVERHEAD_STEPS = 200
 _GATEWAY_REQUESTS, _GATEWAY_TOKENS = 64, 65
 _SERVED_REQUESTS, _SERVED_PROMPT, _SERVED_OUTPUT = 24, 16, 49
-_SERVED_TOGETHER, _SERVED_RATE = 8, 3.0
+_SERVED_TOGETHER, _SERVED_RATE = (1, 2, 3, 4, 8, 16), 1.5
 """Sequences decoded together, and requests per second where each finds an idle server."""
+_FEWEST_GAPS = 20
 
 
 def measure_overheads(
-    config: ReplicaConfig, serve_arguments: Sequence[str], samples: Sequence[Sample], report: Report
-) -> dict[str, float | None]:
+    config: ReplicaConfig, serve_arguments: Sequence[str], report: Report
+) -> dict[str, Any]:
     """Return what engine and gateway add to steps and requests."""
     found = measure_overhead() | measure_gateway(config, report)
-    per_sequence = found["engine_seconds_per_sequence"] or 0.0
-    per_sequence += found["gateway_seconds_per_token"] or 0.0
-    return found | measure_served(serve_arguments, samples, per_sequence, report)
+    return found | measure_served(serve_arguments, report)
 
 
 def measure_overhead() -> dict[str, float]:
@@ -111,76 +110,42 @@ def measure_gateway(config: ReplicaConfig, report: Report) -> dict[str, float | 
     }
 
 
-def measure_served(
-    serve_arguments: Sequence[str],
-    samples: Sequence[Sample],
-    seconds_per_sequence: float,
-    report: Report,
-) -> dict[str, float]:
-    """Return how much longer decodes and a first token take in a server than alone; at least 0 s.
+def measure_served(serve_arguments: Sequence[str], report: Report) -> dict[str, Any]:
+    """Return what passes between two steps of decodes in a server, and how late a first token comes.
 
-    The engine's own part is in it, and what gateway and client take from the cores that compute. Of
-    decodes: a few sequences together, whose steps follow what the engine does in between, and one alone.
-    `seconds_per_sequence` is known to be added for each of those.
+    Both beside what the steps themselves take in that very run, so that a machine that is faster at one time
+    than at another spoils neither. The engine's own part is in it, and what waits for gateway and client.
     """
     report("served steps", 0.0)
-    tpots: dict[int, float] = {}
-    with started_server(serve_arguments) as server:
-        plan = LoadPlan(
-            url=server.url,
-            num_requests=_SERVED_REQUESTS,
-            prompt_tokens=Lengths.fixed(_SERVED_PROMPT),
-            output_tokens=Lengths.fixed(_SERVED_OUTPUT),
-        )
-        for seed, count in enumerate((1, _SERVED_TOGETHER, 1)):  # the first warms it up
-            found = anyio.run(run_load, replace(plan, concurrency=count, seed=seed))
-            tpots[count] = _middle(found, "tpot")
-            report("served steps", (seed + 1) / 4)
-        asked = replace(plan, request_rate=_SERVED_RATE, burstiness=math.inf, seed=3)
-        ttft = _middle(anyio.run(run_load, asked), "ttft")
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "steps.jsonl"
+        with started_server([*serve_arguments, *recording_arguments(file)]) as server:
+            plan = LoadPlan(
+                url=server.url,
+                num_requests=_SERVED_REQUESTS,
+                prompt_tokens=Lengths.fixed(_SERVED_PROMPT),
+                output_tokens=Lengths.fixed(_SERVED_OUTPUT),
+            )
+            for seed, count in enumerate((1, *_SERVED_TOGETHER)):  # the first warms it up
+                num_requests = max(_SERVED_REQUESTS, 3 * count)
+                asked = replace(plan, concurrency=count, num_requests=num_requests, seed=seed)
+                anyio.run(run_load, asked)
+                report("served steps", (seed + 1) / (len(_SERVED_TOGETHER) + 2))
+            gaps = gaps_between_decodes(read_steps(file))
+            num_before = len(read_steps(file))
+            asked = replace(plan, request_rate=_SERVED_RATE, burstiness=math.inf, seed=99)
+            found = anyio.run(run_load, asked)
+            steps = [step for step in read_steps(file)[num_before:] if step.num_prefill_tokens]
         report("served steps", 1.0)
-    alone = first_chunk(samples, _SERVED_PROMPT)
-    together, beside = (shortest_decode(samples, count) for count in (_SERVED_TOGETHER, 1))
+    late = [ttft - step.seconds for ttft, step in zip(found.seconds("ttft"), steps, strict=False)]
     return {
-        "served_seconds_per_step": max(
-            0.0,
-            tpots[_SERVED_TOGETHER]
-            - together["seconds"]
-            - together["sequences"] * seconds_per_sequence,
-        ),
-        "served_seconds_beside": max(
-            0.0, tpots[1] - beside.get("beside_seconds", beside["seconds"])
-        ),
-        "served_seconds_per_request": 0.0 if alone is None else max(0.0, ttft - alone),
+        "served_gaps": [
+            [count, median(seconds)]
+            for count, seconds in sorted(gaps.items())
+            if len(seconds) >= _FEWEST_GAPS
+        ],
+        "served_seconds_per_request": max(0.0, median(late)) if late else 0.0,
     }
-
-
-def _middle(found: LoadReport, latency: str) -> float:
-    middle = found.percentile(latency, 0.5)
-    assert middle is not None, "a server that is ready answers"
-    return middle
-
-
-def shortest_decode(samples: Sequence[Sample], num_sequences: int) -> Sample:
-    """Return the measured decode of so many sequences, or the most below, with the fewest rows."""
-    decodes = [each for each in samples if each["prefill_tokens"] == 0]
-    count = max(each["sequences"] for each in decodes if each["sequences"] <= num_sequences)
-    return min(
-        (each for each in decodes if each["sequences"] == count), key=lambda each: each["kv_rows"]
-    )
-
-
-def first_chunk(samples: Sequence[Sample], num_tokens: int) -> float | None:
-    """Return the seconds of a prompt's first chunk, between the sizes that were measured; None: none was."""
-    alone = {
-        each["prefill_tokens"]: each["seconds"]
-        for each in samples
-        if each["sequences"] == 1 and each["prefill_tokens"] == each["kv_rows"]
-    }
-    if not alone:
-        return None
-    sizes = sorted(alone)
-    return float(np.interp(num_tokens, sizes, [alone[size] for size in sizes]))
 
 
 def core_seconds(pid: int) -> float | None:

@@ -22,7 +22,7 @@ from headrace.backends.batches import SequenceStep, forward_batch, sampling_batc
 from headrace.build import open_runner
 from headrace.clock import SystemClock
 from headrace.config import ReplicaConfig
-from headrace.load.overheads import Report, Sample, measure_overheads
+from headrace.load.overheads import Report, measure_overheads
 from headrace.plugins.manager import create_plugin_manager
 from headrace.plugins.registry import Registries
 from headrace.step_time import StepTimeFormula
@@ -32,8 +32,10 @@ if TYPE_CHECKING:
     from headrace.interfaces import BesideRunner, LoadedModel, Runner
     from headrace.types import ForwardBatch
 
+Sample = dict[str, float]
+
 FORMAT = "headrace-step-profile-1"
-SEQUENCES = (1, 2, 4, 8, 16, 32, 64)
+SEQUENCES = (1, 2, 3, 4, 6, 8, 16, 32, 64)
 CONTEXTS = (64, 512, 2048)
 CHUNKS = (16, 64, 128, 256, 512)
 REPEATS = 11
@@ -80,7 +82,7 @@ def measure_profile(
         },
         "step_time": asdict(formula),
         "fit": {"mean_relative_error": mean_relative_error(formula, samples)},
-        "overhead": measure_overheads(config, serve_arguments, samples, report),
+        "overhead": measure_overheads(config, serve_arguments, report),
         "samples": samples,
     }
 

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from pathlib import Path
 
 import pytest
 
 from headrace.backends.simulated.runner import SimulatedDevice, SimulatedRunner
 from headrace.clock import SystemClock
-from headrace.load.overheads import (
-    Sample,
-    core_seconds,
-    engine_seconds,
-    first_chunk,
-    shortest_decode,
+from headrace.load.overheads import core_seconds, engine_seconds
+from headrace.load.profile import Sample, fit, mean_relative_error, measure_steps, step_shapes
+from headrace.load.recording import (
+    RecordedStep,
+    RecordingFcfs,
+    gaps_between_decodes,
+    read_steps,
 )
-from headrace.load.profile import fit, mean_relative_error, measure_steps, step_shapes
 from headrace.step_time import StepTimeFormula
-from headrace.types import EngineSettings, KVGroupSpec
+from headrace.types import EngineSettings, KVGroupSpec, RequestView, SchedulerView, StepFacts
 
 SHAPES = [(0, n, n * context) for n in (1, 4, 16) for context in (64, 512)]
 SHAPES += [(chunk, 1, chunk + before) for chunk in (16, 128) for before in (0, 512)]
@@ -86,25 +87,31 @@ def test_the_engines_part_of_a_step_and_a_process_own_time_are_seen() -> None:
     assert core_seconds(2**31 - 1) is None
 
 
-def test_serving_is_compared_with_the_decode_of_fewest_rows() -> None:
-    def sample(tokens: int, sequences: int, rows: int, seconds: float) -> dict[str, float]:
-        counts = {"prefill_tokens": tokens, "sequences": sequences, "kv_rows": rows}
-        return {**counts, "seconds": seconds}
-
-    samples = [
-        sample(0, 1, 513, 0.005),
-        sample(0, 1, 65, 0.004),
-        sample(16, 1, 16, 0.02),
-        sample(0, 2, 8, 0.003),
+def test_a_recorded_step_says_what_it_computed(tmp_path: Path) -> None:
+    file = tmp_path / "steps.jsonl"
+    policy = RecordingFcfs(RecordingFcfs.Options(str(file)))
+    view = SchedulerView(0.0, 512, 0, 0, 10, 10)
+    policy.rank_waiting([RequestView("a", num_prompt_tokens=40, num_cached_tokens=16)], view)
+    policy.observe(StepFacts(1.0, 0.5, {"a": 24}, ()))
+    policy.rank_waiting([RequestView("b", num_prompt_tokens=8)], view)
+    policy.observe(StepFacts(1.2, 0.2, {"a": 1, "b": 8}, ("a",)))
+    policy.observe(StepFacts(1.3, 0.1, {"b": 1}, ("b",)))
+    assert read_steps(file) == [
+        RecordedStep(1.0, 0.5, 24, 1, 40),
+        RecordedStep(1.2, 0.2, 8, 2, 49),
+        RecordedStep(1.3, 0.1, 0, 1, 9),
     ]
-    assert shortest_decode(samples, 1)["seconds"] == 0.004
-    assert shortest_decode(samples, 8)["seconds"] == 0.003, "of as many as were measured"
+    file.write_text(file.read_text() + "[1.4, 0.1")
+    assert len(read_steps(file)) == 3, "a line that is being written is none yet"
 
 
-def test_a_first_chunk_is_between_those_measured_or_unknown() -> None:
-    samples = [
-        {"prefill_tokens": size, "sequences": 1, "kv_rows": size + done, "seconds": seconds}
-        for size, done, seconds in ((16, 0, 1.0), (32, 0, 3.0), (16, 512, 9.0))
+def test_a_gap_is_what_passes_between_two_decodes_of_as_many() -> None:
+    steps = [
+        RecordedStep(1.0, 0.5, 16, 2, 32),
+        RecordedStep(2.0, 0.5, 0, 2, 34),
+        RecordedStep(3.0, 0.75, 0, 2, 36),
+        RecordedStep(4.0, 0.5, 0, 1, 19),
+        RecordedStep(4.5, 0.5, 0, 1, 20),
+        RecordedStep(5.0, 0.625, 0, 1, 21),
     ]
-    assert first_chunk(samples, 24) == 2.0
-    assert first_chunk(samples[2:], 24) is None, "a budget too small for any chunk that is measured"
+    assert gaps_between_decodes(steps) == {2: [0.25], 1: [0.0, 0.0]}

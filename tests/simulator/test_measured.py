@@ -68,14 +68,27 @@ def test_small_decodes_take_the_shorter_of_two_ways() -> None:
     samples = [dict(each) for each in SAMPLES]
     for each, seconds in zip(samples[:4], (0.012, 0.020, 0.018, 0.030), strict=True):
         each["beside_seconds"] = seconds
-    overhead, beside = StepTimeFormula(base_seconds=0.004), StepTimeFormula(base_seconds=0.001)
-    step_time = MeasuredStepTime(samples, FORMULA, overhead, beside)
-    assert step_time.seconds(0, 1, 65) == pytest.approx(0.012 + 0.001)
+    step_time = MeasuredStepTime(samples, FORMULA, StepTimeFormula(base_seconds=0.004))
+    assert step_time.seconds(0, 1, 65) == pytest.approx(0.012)
     assert step_time.seconds(0, 1, 513) == pytest.approx(0.013 + 0.004)
-    assert step_time.seconds(0, 4, 260) == pytest.approx(0.018 + 0.001)
+    assert step_time.seconds(0, 4, 260) == pytest.approx(0.018)
     assert step_time.seconds(0, 16, 1040) == pytest.approx(0.050 + 0.004)
-    alone = MeasuredStepTime(samples, FORMULA, overhead).seconds(0, 1, 65)
-    assert alone == pytest.approx(0.012), "without an overhead of its own it has none"
+    assert step_time.runs_beside(1, 65) and not step_time.runs_beside(1, 513)
+    assert not step_time.runs_beside(16, 1040), "nobody measured so many beside"
+
+
+def test_what_passes_between_steps_in_a_server_is_added_beyond_the_overhead() -> None:
+    overhead = StepTimeFormula(base_seconds=0.001, seconds_per_sequence=0.001)
+    gaps = [(1, 0.0015), (2, 0.004), (4, 0.008)]
+    step_time = MeasuredStepTime(SAMPLES, FORMULA, overhead, gaps)
+    assert step_time.seconds(0, 1, 65) == pytest.approx(0.011 + 0.002), "the overhead is more"
+    assert step_time.seconds(0, 4, 260) == pytest.approx(0.019 + 0.008)
+    between = step_time.seconds(0, 3, 195) - MeasuredStepTime(
+        SAMPLES, FORMULA, StepTimeFormula()
+    ).seconds(0, 3, 195)
+    assert between == pytest.approx(0.006)
+    assert step_time.seconds(0, 16, 1040) == pytest.approx(0.050 + 0.017 + 0.003)
+    assert step_time.seconds(256, 1, 256) == pytest.approx(0.200 + 0.002)
 
 
 def test_without_samples_the_formula_says() -> None:

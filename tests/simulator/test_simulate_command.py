@@ -96,7 +96,7 @@ def profile(folder: pathlib.Path) -> pathlib.Path:
         },
         "overhead": {
             "engine_seconds_per_step": 0.0004,
-            "served_seconds_per_step": 0.001,
+            "served_gaps": [[1, 0.001]],
             "engine_seconds_per_sequence": 0.0,
             "gateway_seconds_per_request": 0.05,
         },

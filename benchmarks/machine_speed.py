@@ -1,0 +1,56 @@
+"""How fast a machine was from moment to moment, by the steps of a server on it: for fidelity.py.
+
+A processor that clocks its vector units by what its neighbours do is a third slower in one second than in the
+next. Work is time at the speed of a profile: a trace is simulated with its arrivals in work, and what came of
+it is read in time again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.load.recording import RecordedStep
+from headrace.step_time import StepTime
+
+WINDOW_SECONDS = 0.5
+_FEWEST_SECONDS = 0.05
+"""Of steps, for a window to say something; else it is as fast as the one before."""
+Floats = NDArray[np.float64]
+
+
+class MachineSpeed:
+    """Turns time since `start` into work and back."""
+
+    def __init__(self, steps: Sequence[RecordedStep], device: StepTime, start: float) -> None:
+        """`device`: what steps take by the profile, without what passes between them."""
+        ends = np.array([step.end - start for step in steps])
+        windows = np.maximum(ends // WINDOW_SECONDS, 0).astype(int)
+        count = int(windows.max(initial=0)) + 1
+        spent, expected = np.zeros(count), np.zeros(count)
+        for step, window in zip(steps, windows.tolist(), strict=True):
+            counts = (step.num_prefill_tokens, step.num_sequences, step.num_kv_rows)
+            spent[window] += step.seconds
+            expected[window] += device.seconds(*counts)
+        self.factor = float(spent.sum() / expected.sum())
+        """How many times as long as by the profile steps took, in all."""
+        factors, last = [], self.factor
+        for seconds, by_profile in zip(spent.tolist(), expected.tolist(), strict=True):
+            last = seconds / by_profile if seconds >= _FEWEST_SECONDS else last
+            factors.append(last)
+        self.slowest, self.fastest = max(factors), min(factors)
+        self._times = WINDOW_SECONDS * np.arange(count + 1)
+        self._work = np.concatenate([[0.0], np.cumsum(WINDOW_SECONDS / np.array(factors))])
+
+    def work_at(self, time: float) -> float:
+        """Return how much work the machine could have done until a time. Beyond the last step: as overall."""
+        beyond = max(0.0, time - float(self._times[-1]))
+        return float(np.interp(time, self._times, self._work)) + beyond / self.factor
+
+    def time_at(self, work: Floats) -> Floats:
+        """Return when so much work was done; NaN stays NaN."""
+        beyond = np.maximum(0.0, work - self._work[-1]) * self.factor
+        found: Floats = np.interp(work, self._work, self._times) + beyond
+        return found
