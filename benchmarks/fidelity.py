@@ -48,7 +48,7 @@ _WARM_UP_REQUESTS = 8
 _LOWEST_ID, _NUM_IDS = 100, 40_000
 SHAPES = {
     "chat": ((60, 0.8, 400), (40, 0.7, 160), 0),
-    "code": ((400, 0.5, 1200), (10, 0.6, 40), 0),
+    "code": ((200, 0.6, 1200), (12, 0.6, 40), 0),
     "shared": ((60, 0.6, 300), (24, 0.6, 96), 4),
 }
 """Chats, completions of code, and questions behind shared beginnings: (median, spread, most) of prompt and
@@ -141,7 +141,7 @@ def compare(name: str, real: Latencies, simulated: Mapping[str, Latencies]) -> d
 
 
 def served(
-    flags: Sequence[str], trace: Trace, block_size: int, device: StepTime
+    flags: Sequence[str], trace: Trace, block_size: int, step_times: tuple[StepTime, StepTime]
 ) -> tuple[LoadReport, MachineSpeed]:
     """Return what a server made of a trace, and how fast the machine was meanwhile."""
     with TemporaryDirectory() as folder:
@@ -151,7 +151,7 @@ def served(
             start = time.monotonic()
             report = replay(server.url, trace, block_size)
             steps = [step for step in read_steps(file) if step.end > start]
-    return report, MachineSpeed(steps, device, start)
+    return report, MachineSpeed(steps, *step_times, start)
 
 
 def device_of(profile: dict[str, Any]) -> Hardware:
@@ -209,7 +209,7 @@ def main() -> None:
         arguments.profile.write_text(json.dumps(measured, indent=1) + "\n")
     profile = json.loads(arguments.profile.read_text())
     hardware = from_profile(arguments.profile)
-    device = device_of(profile).step_time
+    step_times = hardware.step_time, device_of(profile).step_time
 
     def run(trace: Trace) -> Outcomes:
         return simulate(make_setup(None, settings, hardware, 1), trace)
@@ -218,7 +218,7 @@ def main() -> None:
     for name in SHAPES:
         real, simulated = Latencies(), {"followed": Latencies(), "profile": Latencies()}
         trace = make_trace(name, hardware, arguments.seconds, arguments.load, arguments.seed)
-        report, speed = served(flags, trace, profile["engine"]["block_size"], device)
+        report, speed = served(flags, trace, profile["engine"]["block_size"], step_times)
         real.add_real(report)
         simulated["profile"].add_simulated(run(trace))
         simulated["followed"].add_simulated(simulated_at(speed, trace, run))

@@ -18,22 +18,31 @@ from headrace.step_time import StepTime
 WINDOW_SECONDS = 0.5
 _FEWEST_SECONDS = 0.05
 """Of steps, for a window to say something; else it is as fast as the one before."""
+_LONGEST_GAP_SECONDS = 0.005
+"""Between two steps that follow each other; after more there was nothing to do."""
 Floats = NDArray[np.float64]
 
 
 class MachineSpeed:
     """Turns time since `start` into work and back."""
 
-    def __init__(self, steps: Sequence[RecordedStep], device: StepTime, start: float) -> None:
-        """`device`: what steps take by the profile, without what passes between them."""
-        ends = np.array([step.end - start for step in steps])
-        windows = np.maximum(ends // WINDOW_SECONDS, 0).astype(int)
-        count = int(windows.max(initial=0)) + 1
+    def __init__(
+        self, steps: Sequence[RecordedStep], served: StepTime, device: StepTime, start: float
+    ) -> None:
+        """`served`: what steps take by the profile with what passes between them, `device`: without it."""
+        count = 1 + max((int((step.end - start) // WINDOW_SECONDS) for step in steps), default=0)
         spent, expected = np.zeros(count), np.zeros(count)
-        for step, window in zip(steps, windows.tolist(), strict=True):
+        edges, before = WINDOW_SECONDS * np.arange(count + 1), 0.0
+        for step in steps:
             counts = (step.num_prefill_tokens, step.num_sequences, step.num_kv_rows)
-            spent[window] += step.seconds
-            expected[window] += device.seconds(*counts)
+            end = step.end - start
+            gap = max(0.0, end - step.seconds - before)
+            follows = gap < _LONGEST_GAP_SECONDS
+            seconds = step.seconds + gap if follows else step.seconds
+            inside = np.diff(np.clip(edges, end - seconds, end))  # its seconds in each window
+            spent += inside
+            expected += inside / seconds * (served if follows else device).seconds(*counts)
+            before = end
         self.factor = float(spent.sum() / expected.sum())
         """How many times as long as by the profile steps took, in all."""
         factors, last = [], self.factor
@@ -41,7 +50,7 @@ class MachineSpeed:
             last = seconds / by_profile if seconds >= _FEWEST_SECONDS else last
             factors.append(last)
         self.slowest, self.fastest = max(factors), min(factors)
-        self._times = WINDOW_SECONDS * np.arange(count + 1)
+        self._times = edges
         self._work = np.concatenate([[0.0], np.cumsum(WINDOW_SECONDS / np.array(factors))])
 
     def work_at(self, time: float) -> float:

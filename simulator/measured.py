@@ -32,14 +32,15 @@ class MeasuredStepTime:
     ) -> None:
         """`overhead` is the engine's own part, added to what the device takes.
 
-        Small decodes that were measured beside it too (`beside_seconds`) take that where it is shorter than
-        one after the other. `gaps`: numbers of sequences, rising, and the seconds between two such steps in
-        a server; what they are above the overhead is added either way.
+        `gaps`: numbers of sequences, rising, and the seconds between two steps of so many decodes in a
+        server, which count where they are more than the overhead. Small decodes that were measured beside the
+        engine's part too (`beside_seconds`) take that where it is shorter than one after the other; a gap of
+        next to nothing says that the server chose so, and nothing of the time between steps.
         """
         self._formula = formula
         self._overhead = overhead
-        counts, seconds = zip(*gaps, strict=True) if gaps else ((0,), (0.0,))
-        self._gap_counts, self._gap_seconds = list(counts), list(seconds)
+        kept = [(n, gap) for n, gap in gaps if gap > overhead.seconds(0, n, 0) / 2] or [(0, 0.0)]
+        self._gap_counts, self._gap_seconds = [n for n, _ in kept], [gap for _, gap in kept]
         decodes: dict[int, dict[float, float]] = {}
         beside: dict[int, dict[float, float]] = {}
         chunks: dict[int, dict[float, float]] = {}
@@ -59,41 +60,37 @@ class MeasuredStepTime:
 
     def seconds(self, num_prefill_tokens: int, num_sequences: int, num_kv_rows: Any) -> Any:
         """Return a step's seconds; of an array of KV rows, those of each."""
-        own = self._overhead.seconds(num_prefill_tokens, num_sequences, 0)
-        more = self._above(num_sequences)
+        between = self._between(num_sequences)
         if num_prefill_tokens and self._chunks:
             found = self._chunk_seconds(num_prefill_tokens, num_sequences, num_kv_rows)
-            return (found if np.ndim(num_kv_rows) else float(found)) + own + more
+            return (found if np.ndim(num_kv_rows) else float(found)) + between
         if num_prefill_tokens or self._decodes is None:
             formula = self._formula.seconds(num_prefill_tokens, num_sequences, num_kv_rows)
-            return formula + own + more
+            return formula + between
         rows = np.atleast_1d(np.asarray(num_kv_rows, float))
-        found = self._decodes.seconds(num_sequences, rows) + own
+        found = self._decodes.seconds(num_sequences, rows) + between
         beside = self._seconds_beside(num_sequences, rows)
         if beside is not None:
             found = np.minimum(found, beside)
-        found = found + more
         return found if np.ndim(num_kv_rows) else float(found[0])
 
     def runs_beside(self, num_sequences: int, num_kv_rows: int) -> bool:
         """Whether such decodes are computed beside the engine's own work, each launched a step ahead."""
         rows = np.array([num_kv_rows], float)
         beside = self._seconds_beside(num_sequences, rows)
-        if beside is None or self._decodes is None:
-            return False
-        own = self._overhead.seconds(0, num_sequences, 0)
-        return bool(beside[0] <= self._decodes.seconds(num_sequences, rows)[0] + own)
+        return beside is not None and bool(beside[0] <= self.seconds(0, num_sequences, rows)[0])
 
     def _seconds_beside(self, num_sequences: int, rows: Floats) -> Floats | None:
         if self._beside is None or num_sequences > self._beside.counts[-1]:
             return None
         return self._beside.seconds(num_sequences, rows)
 
-    def _above(self, num_sequences: int) -> float:
-        """What passes between two such steps in a server, beyond the overhead; beyond the last, as there."""
+    def _between(self, num_sequences: int) -> float:
+        """What passes between two steps; for more sequences than in any gap, as the overhead grows."""
+        own: float = self._overhead.seconds(0, num_sequences, 0)
         count = min(num_sequences, self._gap_counts[-1])
         gap = float(np.interp(count, self._gap_counts, self._gap_seconds))
-        return max(0.0, gap - self._overhead.seconds(0, count, 0))
+        return own + max(0.0, gap - self._overhead.seconds(0, count, 0))
 
     def _chunk_seconds(self, num_tokens: int, num_sequences: int, num_kv_rows: Any) -> Any:
         """Return what a chunk takes, the rows before it shared evenly with the sequences beside it.

@@ -79,7 +79,7 @@ def test_small_decodes_take_the_shorter_of_two_ways() -> None:
 
 def test_what_passes_between_steps_in_a_server_is_added_beyond_the_overhead() -> None:
     overhead = StepTimeFormula(base_seconds=0.001, seconds_per_sequence=0.001)
-    gaps = [(1, 0.0015), (2, 0.004), (4, 0.008)]
+    gaps = [(1, 0.0015), (2, 0.004), (3, 1e-5), (4, 0.008)]  # of 3: computed beside
     step_time = MeasuredStepTime(SAMPLES, FORMULA, overhead, gaps)
     assert step_time.seconds(0, 1, 65) == pytest.approx(0.011 + 0.002), "the overhead is more"
     assert step_time.seconds(0, 4, 260) == pytest.approx(0.019 + 0.008)
