@@ -195,3 +195,53 @@ def test_operations_are_right_at_lower_levels(level: str) -> None:
         cwd=Path(__file__).parents[2],
     )
     assert done.returncode == 0, done.stdout[-3000:]
+
+
+COMPILED = """
+import json, sys
+import numba
+from llvmlite import binding
+
+cpu, features = sys.argv[1], sys.argv[2].split(",")
+numba.config.CPU_NAME, numba.config.CPU_FEATURES = cpu, ""
+binding.get_host_cpu_features = lambda: dict.fromkeys(features, True)
+from headrace.backends.cpu.fast import intrinsics
+from headrace.backends.cpu.fast.kernels_attend_pairs import blend_pairs, query_pairs
+from headrace.backends.cpu.fast.kernels_rowwise import half_at, quantize_row, store_half
+
+@numba.njit
+def kernel(a, b, c, scale):
+    quantize_row(a, b, c, a)
+    query_pairs(a, scale, b, c)
+    blend_pairs(a, b, c, a, b, c, a, b)
+    store_half(a, half_at(b))
+
+kernel.compile((numba.int64,) * 3 + (numba.float32,))
+code = kernel.inspect_asm(kernel.signatures[0])
+print(json.dumps([intrinsics.LEVEL, [name for name in ("__trunc", "__extend") if name in code]]))
+"""
+AVX512 = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c"
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="compiles for x86 CPUs")
+@pytest.mark.parametrize(
+    ("cpu", "features", "level"),
+    [
+        ("cascadelake", AVX512, "avx512_vnni"),
+        ("haswell", "avx2,fma,f16c", "avx2"),
+        ("ivybridge", "f16c", "generic"),
+    ],
+)
+def test_no_cpu_gets_calls_of_a_library_that_is_not_there(
+    cpu: str, features: str, level: str
+) -> None:
+    """Code for CPUs that this one is not, looked at and not run: rounding must be instructions."""
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED, cpu, features],
+        env={name: value for name, value in os.environ.items() if name != capability.VARIABLE},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == [level, []]

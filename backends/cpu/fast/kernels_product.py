@@ -5,8 +5,9 @@ inputs. Lane i of a vector is output i; a 32-bit lane of codes holds 4 consecuti
 broadcast of 4 activation bytes meets 16 outputs. Rows are taken 8 at a time: codes are unpacked once.
 
 Activations come in one of three codings, by group of 32 inputs. WIDE: whole numbers of 15 bits, kept as two
-int8 (256 * high + low). NARROW: 8 bits. After either come records, one per group: scale f32, scale * sum f32,
-and -128 times the sum of the codes, of the first 16 and of the last 16 (i32). BRAIN: bf16, for such weights.
+int8 (256 * high + low), or as int16 with AVX2. NARROW: 8 bits. After either come records, one per group: scale
+f32, scale * sum f32, and -128 times the sum of the codes, of the first 16 and of the last 16 (i32). BRAIN, for
+weights of bf16: bf16 too, or f32 where the CPU has no products of bf16.
 docs/performance.md has what each costs and what was tried.
 """
 
