@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,7 +31,7 @@ from headrace.config import load_config, parse_assignments
 from headrace.config.schema import replica_config
 from headrace.load import LoadPlan, LoadReport, PlannedRequest, run_load
 from headrace.load.profile import measure_profile
-from headrace.load.recording import read_steps, recording_arguments
+from headrace.load.recording import read_steps, with_recording
 from headrace.load.report import FRACTIONS, percentile
 from headrace.simulator.figures import latencies
 from headrace.simulator.hardware import Hardware, from_document, from_profile
@@ -146,12 +145,11 @@ def served(
     """Return what a server made of a trace, and how fast the machine was meanwhile."""
     with TemporaryDirectory() as folder:
         file = Path(folder) / "steps.jsonl"
-        with started_server([*flags, *recording_arguments(file)]) as server:
+        with started_server(with_recording(flags, file)) as server:
             warm_up(server.url)
-            start = time.monotonic()
             report = replay(server.url, trace, block_size)
-            steps = [step for step in read_steps(file) if step.end > start]
-    return report, MachineSpeed(steps, *step_times, start)
+            steps = [step for step in read_steps(file) if step.end > report.started_at]
+    return report, MachineSpeed(steps, *step_times, report.started_at)
 
 
 def device_of(profile: dict[str, Any]) -> Hardware:

@@ -24,7 +24,7 @@ from cpu_step import CONTEXT, decode, load, prefill, run
 from roofline import CACHED_BYTES, RATES, multiplications, read_bandwidth
 
 from headrace.backends.cpu.backend import CpuBackend
-from headrace.backends.cpu.fast.kernels_product import WIDE_IS_SHORT
+from headrace.backends.cpu.fast.kernels_product import PLAIN, WIDE_IS_SHORT
 from headrace.backends.cpu.ops import CpuOps
 from headrace.backends.runner import OpsRunner
 from headrace.clock import SystemClock
@@ -105,9 +105,11 @@ def work_of(model: LoadedModel, weights: list[Any], batch: ForwardBatch) -> dict
             work = found[f"linear {weight.in_size} x {part.num_columns * 16}"]
             work.memory_bytes += weight.num_bytes * part.num_columns / columns
             work.multiplications += used * weight.in_size * part.num_columns * 16
+            work.rate = "attention" if part.form == PLAIN else "integer"
     lengths, starts = batch.kv_lens[0], batch.query_starts
     attention = found["attention"]
     attention.rate = "attention"
+    of_heads = weights[1].in_size  # what the first layer's output product reads: all heads
     for group in model.architecture.kv_groups():
         row_bytes = 2 * 2 * group.num_kv_heads * group.head_dim
         for sequence, length in enumerate(lengths):
@@ -118,8 +120,10 @@ def work_of(model: LoadedModel, weights: list[Any], batch: ForwardBatch) -> dict
                 else min(int(length), group.sliding_window)
             )
             attention.memory_bytes += len(group.layers) * seen * row_bytes
-            pairs = count * (seen - (count - 1) / 2) if count <= seen else seen * seen / 2
-            attention.multiplications += 2 * len(group.layers) * pairs * hidden
+            before = int(length) - count
+            most = group.sliding_window or int(length)
+            pairs = sum(min(before + place + 1, most) for place in range(count))
+            attention.multiplications += 2 * len(group.layers) * pairs * of_heads
     layers = sum(len(group.layers) for group in model.architecture.kv_groups())
     inner = max(weight.in_size for weight in weights[:-1])
     found["norm"].cache_bytes = 16.0 * rows * hidden * (2 * layers + 1)

@@ -39,11 +39,13 @@ class MachineSpeed:
             gap = max(0.0, end - step.seconds - before)
             follows = gap < _LONGEST_GAP_SECONDS
             seconds = step.seconds + gap if follows else step.seconds
+            if seconds <= 0:
+                continue
             inside = np.diff(np.clip(edges, end - seconds, end))  # its seconds in each window
             spent += inside
             expected += inside / seconds * (served if follows else device).seconds(*counts)
             before = end
-        self.factor = float(spent.sum() / expected.sum())
+        self.factor = float(spent.sum() / expected.sum()) if expected.any() else 1.0
         """How many times as long as by the profile steps took, in all."""
         factors, last = [], self.factor
         for seconds, by_profile in zip(spent.tolist(), expected.tolist(), strict=True):

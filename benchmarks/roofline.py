@@ -23,14 +23,14 @@ from headrace.backends.cpu.fast.intrinsics import (
     LANES,
     routine,
 )
-from headrace.backends.cpu.fast.kernels_product import WIDE_IS_SHORT
+from headrace.backends.cpu.fast.kernels_product import OUTPUTS_AT_ONCE, RESULTS, WIDE_IS_SHORT
 
 READ_BYTES = 256 << 20
 """Per thread: far more than any last-level cache here keeps."""
 CACHED_BYTES = 256 << 10
 """Per thread: held by a second-level cache."""
 ROUNDS = 7
-CHAINS, PER_CHAIN = 12, 8
+CHAINS, PER_CHAIN = 8, 8
 """Sums that do not wait for each other, and products added to each per round."""
 
 
@@ -64,23 +64,22 @@ def integer_chains(e: Any, count: Any, address: Any) -> None:
         _chains(e, count, address, INTS, lambda total, a, b: e.dot(total, a, b, is_signed=False))
         return
     # a product here does not depend on its sum, so it must not be known to be the same each time
-    _chains(
-        e, count, address, INTS8, lambda total, a, b: e.dot_shorts(total, e.opaque(a), e.opaque(b))
-    )
+    _chains(e, count, address, INTS8, lambda total, a, b: e.dot_shorts(total, e.opaque(a), b))
 
 
 @routine()
 def attention_chains(e: Any, count: Any, address: Any) -> None:
     def multiply(total: Any, a: Any, b: Any) -> Any:
-        pairs = (e.builder.bitcast(value, INTS) for value in (a, b))
-        return e.dot_brain(total, *pairs) if HAS_BRAIN_DOT else e.fma(a, b, total)
+        if not HAS_BRAIN_DOT:
+            return e.fma(a, b, total)
+        return e.dot_brain(total, *(e.builder.bitcast(value, INTS) for value in (a, b)))
 
-    _chains(e, count, address, FLOATS, multiply)
+    _chains(e, count, address, FLOATS if HAS_BRAIN_DOT else RESULTS, multiply)
 
 
 @routine()
 def float_chains(e: Any, count: Any, address: Any) -> None:
-    _chains(e, count, address, FLOATS, lambda total, a, b: e.fma(a, b, total))
+    _chains(e, count, address, RESULTS, lambda total, a, b: e.fma(a, b, total))
 
 
 @numba.njit(nogil=True)
@@ -143,9 +142,11 @@ def multiplications(threads: int, kind: str) -> float:
 RATES: dict[str, tuple[Callable[[int, int], None], int, str]] = {
     "integer": (run_integers, 16, "int16") if WIDE_IS_SHORT else (run_integers, 4 * LANES, "int8"),
     "attention": (
-        (run_attention, 2 * LANES, "bf16") if HAS_BRAIN_DOT else (run_attention, LANES, "f32")
+        (run_attention, 2 * LANES, "bf16")
+        if HAS_BRAIN_DOT
+        else (run_attention, OUTPUTS_AT_ONCE, "f32")
     ),
-    "f32": (run_floats, LANES, "f32"),
+    "f32": (run_floats, OUTPUTS_AT_ONCE, "f32"),
 }
 """Which code, multiplications in one product, and of what: products of weights are of integers."""
 

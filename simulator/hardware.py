@@ -7,7 +7,8 @@ reads all weights once, each prompt token costs two operations per parameter, ea
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,7 +119,13 @@ def from_profile(path: Path) -> Hardware:
         raise ConfigError(
             f"--profile {path}: its format is not {_FORMAT}; write one with: headrace bench --profile {path}"
         )
-    return from_document(document)
+    try:
+        return from_document(document)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"--profile {path}: is no whole profile ({type(error).__name__}: {error}); write one with: "
+            f"headrace bench --profile {path}"
+        ) from None
 
 
 def from_document(document: Mapping[str, Any]) -> Hardware:
@@ -133,7 +140,7 @@ def from_document(document: Mapping[str, Any]) -> Hardware:
             seconds_per_sequence=overhead["engine_seconds_per_sequence"]
             + (overhead.get("gateway_seconds_per_token") or 0.0),
         ),
-        overhead.get("served_gaps", ()),
+        _gaps(overhead.get("served_gaps", ())),
     )
     model = document["model"]
     per_token = model["kv_bytes_per_token"]
@@ -146,7 +153,18 @@ def from_document(document: Mapping[str, Any]) -> Hardware:
         max_position=engine["max_model_len"],
         request_seconds=max(
             overhead.get("gateway_seconds_per_request") or 0.0,
-            overhead.get("served_seconds_per_request", 0.0),
+            overhead.get("served_seconds_per_request") or 0.0,
         ),
         engine={name: engine[name] for name in names},
     )
+
+
+def _gaps(pairs: Sequence[Sequence[float]]) -> list[tuple[int, float]]:
+    """Return `served_gaps` in the order of their sequences. ValueError where one is no such pair."""
+    found = sorted((int(count), float(seconds)) for count, seconds in pairs)
+    for count, seconds in found:
+        if count < 1 or not 0 <= seconds < math.inf:
+            raise ValueError(
+                f"served_gaps: [{count}, {seconds}] is no number of sequences and seconds"
+            )
+    return found

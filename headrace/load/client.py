@@ -46,7 +46,7 @@ async def run_load(
         run = _Run(plan, session, requests, outcomes, report)
         await (run.closed_loop() if plan.request_rate is None else run.open_loop())
         wall = time.perf_counter() - run.start
-    return LoadReport(plan=plan, wall_seconds=wall, outcomes=outcomes)
+    return LoadReport(plan, wall, outcomes, run.started_at)
 
 
 class _Run:
@@ -68,7 +68,7 @@ class _Run:
         base = plan.url.rstrip("/").removesuffix("/v1")
         path = "chat/completions" if plan.endpoint == "chat" else "completions"
         self._url = f"{base}/v1/{path}"
-        self.start = time.perf_counter()
+        self.start, self.started_at = time.perf_counter(), time.monotonic()
 
     async def closed_loop(self) -> None:
         queue = iter(range(len(self._requests)))

@@ -15,9 +15,16 @@ import anyio
 
 from headrace.clock import SystemClock
 from headrace.config import ReplicaConfig
+from headrace.errors import HeadraceError
 from headrace.load.client import run_load
 from headrace.load.plan import Lengths, LoadPlan
-from headrace.load.recording import gaps_between_decodes, read_steps, recording_arguments
+from headrace.load.recording import (
+    gaps_between_decodes,
+    read_steps,
+    seconds_until_seen,
+    with_recording,
+)
+from headrace.load.report import LoadReport
 from headrace.step_time import StepTimeFormula
 from headrace.testing.server import started_server
 from headrace.types import EngineSettings
@@ -37,7 +44,7 @@ def measure_overheads(
 ) -> dict[str, Any]:
     """Return what engine and gateway add to steps and requests."""
     found = measure_overhead() | measure_gateway(config, report)
-    return found | measure_served(serve_arguments, report)
+    return found | measure_served(config, serve_arguments, report)
 
 
 def measure_overhead() -> dict[str, float]:
@@ -110,34 +117,40 @@ def measure_gateway(config: ReplicaConfig, report: Report) -> dict[str, float | 
     }
 
 
-def measure_served(serve_arguments: Sequence[str], report: Report) -> dict[str, Any]:
+def measure_served(
+    config: ReplicaConfig, serve_arguments: Sequence[str], report: Report
+) -> dict[str, Any]:
     """Return what passes between two steps of decodes in a server, and how late a first token comes.
 
     Both beside what the steps themselves take in that very run, so that a machine that is faster at one time
     than at another spoils neither. The engine's own part is in it, and what waits for gateway and client.
+    HeadraceError where the server cannot be started or answers no request.
     """
     report("served steps", 0.0)
+    model_len = config.model.engine.max_model_len
+    output = _SERVED_OUTPUT
+    if model_len != "auto":
+        output = max(1, min(output, model_len - _SERVED_PROMPT))
     with TemporaryDirectory() as folder:
         file = Path(folder) / "steps.jsonl"
-        with started_server([*serve_arguments, *recording_arguments(file)]) as server:
+        with started_server(with_recording(serve_arguments, file)) as server:
             plan = LoadPlan(
                 url=server.url,
+                model=config.model.name,
                 num_requests=_SERVED_REQUESTS,
                 prompt_tokens=Lengths.fixed(_SERVED_PROMPT),
-                output_tokens=Lengths.fixed(_SERVED_OUTPUT),
+                output_tokens=Lengths.fixed(output),
             )
             for seed, count in enumerate((1, *_SERVED_TOGETHER)):  # the first warms it up
                 num_requests = max(_SERVED_REQUESTS, 3 * count)
                 asked = replace(plan, concurrency=count, num_requests=num_requests, seed=seed)
-                anyio.run(run_load, asked)
+                _checked(anyio.run(run_load, asked))
                 report("served steps", (seed + 1) / (len(_SERVED_TOGETHER) + 2))
             gaps = gaps_between_decodes(read_steps(file))
-            num_before = len(read_steps(file))
             asked = replace(plan, request_rate=_SERVED_RATE, burstiness=math.inf, seed=99)
-            found = anyio.run(run_load, asked)
-            steps = [step for step in read_steps(file)[num_before:] if step.num_prefill_tokens]
+            found = _checked(anyio.run(run_load, asked))
+            late = seconds_until_seen(found, read_steps(file))
         report("served steps", 1.0)
-    late = [ttft - step.seconds for ttft, step in zip(found.seconds("ttft"), steps, strict=False)]
     return {
         "served_gaps": [
             [count, median(seconds)]
@@ -146,6 +159,15 @@ def measure_served(serve_arguments: Sequence[str], report: Report) -> dict[str, 
         ],
         "served_seconds_per_request": max(0.0, median(late)) if late else 0.0,
     }
+
+
+def _checked(found: LoadReport) -> LoadReport:
+    if found.errors:
+        raise HeadraceError(
+            "the served steps cannot be measured: a request to the server of this configuration failed: "
+            f"{found.errors[0]}. Keys are not given here: leave gateway.api_keys_* out of the configuration"
+        )
+    return found
 
 
 def core_seconds(pid: int) -> float | None:

@@ -22,6 +22,7 @@ from headrace.backends.batches import SequenceStep, forward_batch, sampling_batc
 from headrace.build import open_runner
 from headrace.clock import SystemClock
 from headrace.config import ReplicaConfig
+from headrace.errors import ConfigError
 from headrace.load.overheads import Report, measure_overheads
 from headrace.plugins.manager import create_plugin_manager
 from headrace.plugins.registry import Registries
@@ -39,6 +40,8 @@ SEQUENCES = (1, 2, 3, 4, 6, 8, 16, 32, 64)
 CONTEXTS = (64, 512, 2048)
 CHUNKS = (16, 64, 128, 256, 512)
 REPEATS = 11
+_FEWEST_SAMPLES = 4
+"""Of steps, one for each coefficient."""
 _MOST_BESIDE, _STEPS_BESIDE = 4, 4
 """Sequences of decodes that are measured beside the caller too, and steps of such a measurement."""
 
@@ -60,6 +63,12 @@ def measure_profile(
     with _loaded(config, report) as (runner, model, settings, num_blocks):
         memory = runner.memory()
         samples = measure_steps(runner, settings, num_blocks, report)
+    if len(samples) < _FEWEST_SAMPLES:
+        raise ConfigError(
+            f"--profile: only {len(samples)} shapes of steps fit max_model_len {settings.max_model_len}, "
+            f"max_batched_tokens {settings.max_batched_tokens} and {num_blocks} blocks, too few to fit "
+            "step times to; give models.0.engine.max_model_len and max_batched_tokens 128 or more"
+        )
     formula = fit(samples)
     return {
         "format": FORMAT,

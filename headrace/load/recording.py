@@ -1,7 +1,8 @@
 """A scheduling policy that writes down each step: what it computed and how long it took.
 
 First come, first served, by file like anybody's policy. `headrace bench --profile` learns from it what passes
-between two steps, and benchmarks/fidelity.py how fast the machine was from moment to moment.
+between two steps, and benchmarks/fidelity.py how fast the machine was from moment to moment. It is made for
+requests with one choice: of several, their tokens of a step are told in one sum.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from headrace.load.report import LoadReport
 from headrace.policies.scheduling.fcfs import FirstComeFirstServed
 from headrace.types import RequestView, SchedulerView, StepFacts
 
@@ -40,7 +42,7 @@ class RecordingFcfs(FirstComeFirstServed):
         file: str
 
     def __init__(self, options: Options) -> None:
-        self._file = Path(options.file).open("w", buffering=1)
+        self._file = Path(options.file).open("a", buffering=1)
         weakref.finalize(self, self._file.close)
         self._rows: dict[str, int] = {}
         """Request to the rows of keys and values it has."""
@@ -64,19 +66,41 @@ class RecordingFcfs(FirstComeFirstServed):
         self._file.write(json.dumps(facts) + "\n")
 
 
-def recording_arguments(file: Path) -> list[str]:
-    """Return the arguments of `headrace serve` that have its first model's steps written down."""
-    policy = "models.0.policies.scheduling"
-    return [
-        *("--set", f"{policy}.use={__file__}:{RecordingFcfs.__name__}"),
-        *("--set", f"{policy}.options.file={file}"),
-    ]
+def with_recording(arguments: Sequence[str], file: Path) -> list[str]:
+    """Return arguments of `headrace serve` with which its first model, one replica, writes its steps down."""
+    policy, replicas = "models.0.policies.scheduling", "models.0.replicas"
+    chosen = {"use": f"{__file__}:{RecordingFcfs.__name__}", "options": {"file": str(file)}}
+    kept: list[str] = []
+    for word in arguments:
+        if kept and kept[-1] == "--set" and word.startswith((policy, replicas)):
+            kept.pop()
+        else:
+            kept.append(word)
+    return [*kept, "--set", f"{policy}={json.dumps(chosen)}", "--set", f"{replicas}=1"]
 
 
 def read_steps(file: Path) -> list[RecordedStep]:
     """Return the steps written down so far."""
     lines = file.read_text().splitlines()
     return [RecordedStep(*json.loads(line)) for line in lines if line.endswith("]")]
+
+
+def seconds_until_seen(report: LoadReport, steps: Sequence[RecordedStep]) -> list[float]:
+    """Return how much later each request's first token came than its prompt's steps alone would give it.
+
+    Only of requests that found an idle engine.
+    """
+    found = []
+    for outcome in report.outcomes:
+        if outcome.ttft_seconds is None:
+            continue
+        start = report.started_at + outcome.start_seconds
+        end = start + outcome.ttft_seconds
+        running = [step for step in steps if step.end > start and step.end - step.seconds < end]
+        computed = [step.seconds for step in running if step.end <= end and step.num_prefill_tokens]
+        if computed and all(step.end - step.seconds >= start for step in running):
+            found.append(outcome.ttft_seconds - sum(computed))
+    return found
 
 
 def gaps_between_decodes(steps: Sequence[RecordedStep]) -> Mapping[int, list[float]]:

@@ -98,6 +98,8 @@ class LoadReport:
     plan: LoadPlan
     wall_seconds: float
     outcomes: Sequence[RequestOutcome] = field(repr=False)
+    started_at: float = 0.0
+    """When the run began, by time.monotonic."""
 
     @property
     def succeeded(self) -> list[RequestOutcome]:

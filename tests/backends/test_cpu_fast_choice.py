@@ -220,6 +220,21 @@ kernel.compile((numba.int64,) * 3 + (numba.float32,))
 code = kernel.inspect_asm(kernel.signatures[0])
 print(json.dumps([intrinsics.LEVEL, [name for name in ("__trunc", "__extend") if name in code]]))
 """
+
+
+def test_a_cpu_that_numba_was_told_gets_no_instructions_it_may_lack() -> None:
+    script = "from headrace.backends.cpu.fast import capability; print(capability.level())"
+    env = {name: value for name, value in os.environ.items() if name != capability.VARIABLE}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**env, "NUMBA_CPU_NAME": "generic"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "reference"
+
+
 AVX512 = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c"
 
 
@@ -238,7 +253,7 @@ def test_no_cpu_gets_calls_of_a_library_that_is_not_there(
     """Code for CPUs that this one is not, looked at and not run: rounding must be instructions."""
     done = subprocess.run(
         [sys.executable, "-c", COMPILED, cpu, features],
-        env={name: value for name, value in os.environ.items() if name != capability.VARIABLE},
+        env={**os.environ, capability.VARIABLE: level},
         capture_output=True,
         text=True,
         check=False,

@@ -35,11 +35,11 @@ def test_the_larger_of_bytes_and_arithmetic_bounds_an_operation(kernels: Any) ->
 
 def test_the_work_of_a_step_is_that_of_its_weights_and_visible_rows(kernels: Any) -> None:
     product = SimpleNamespace(
-        in_size=64, out_size=32, num_bytes=1000, runs=(SimpleNamespace(num_columns=2),)
+        in_size=64, out_size=32, num_bytes=1000, runs=(SimpleNamespace(num_columns=2, form=0),)
     )
     head = SimpleNamespace(
         in_size=64, out_size=96, num_bytes=3000,
-        runs=(SimpleNamespace(num_columns=2), SimpleNamespace(num_columns=4)),
+        runs=(SimpleNamespace(num_columns=2, form=0), SimpleNamespace(num_columns=4, form=0)),
     )  # fmt: skip
     model: Any = SimpleNamespace(architecture=SimpleNamespace(kv_groups=lambda: (FULL, WINDOW)))
     found = kernels.work_of(model, [product, product, head], kernels.decode(2, 0.0, 99))

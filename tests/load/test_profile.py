@@ -10,14 +10,19 @@ import pytest
 
 from headrace.backends.simulated.runner import SimulatedDevice, SimulatedRunner
 from headrace.clock import SystemClock
+from headrace.config import load_config, parse_assignments
 from headrace.load.overheads import core_seconds, engine_seconds
+from headrace.load.plan import LoadPlan
 from headrace.load.profile import Sample, fit, mean_relative_error, measure_steps, step_shapes
 from headrace.load.recording import (
     RecordedStep,
     RecordingFcfs,
     gaps_between_decodes,
     read_steps,
+    seconds_until_seen,
+    with_recording,
 )
+from headrace.load.report import LoadReport, RequestOutcome
 from headrace.step_time import StepTimeFormula
 from headrace.types import EngineSettings, KVGroupSpec, RequestView, SchedulerView, StepFacts
 
@@ -115,3 +120,36 @@ def test_a_gap_is_what_passes_between_two_decodes_of_as_many() -> None:
         RecordedStep(5.0, 0.625, 0, 1, 21),
     ]
     assert gaps_between_decodes(steps) == {2: [0.25], 1: [0.0, 0.0]}
+
+
+def test_a_first_token_is_late_by_what_its_own_steps_do_not_explain() -> None:
+    """A prompt in two chunks, one that shares its step, and one that found the engine busy."""
+    steps = [
+        RecordedStep(10.50, 0.25, 8, 1, 8),
+        RecordedStep(10.75, 0.25, 8, 1, 16),
+        RecordedStep(10.80, 0.05, 0, 1, 17),
+        RecordedStep(12.25, 0.125, 8, 1, 8),
+        RecordedStep(13.50, 1.0, 8, 1, 8),
+    ]
+    outcomes = [
+        RequestOutcome(start_seconds=2.0, ttft_seconds=0.375),
+        RequestOutcome(start_seconds=0.125, ttft_seconds=0.65),
+        RequestOutcome(start_seconds=3.0, ttft_seconds=0.75),
+        RequestOutcome(start_seconds=5.0, error="refused"),
+    ]
+    report = LoadReport(LoadPlan("http://none"), 6.0, outcomes, started_at=10.0)
+    assert seconds_until_seen(report, steps) == pytest.approx([0.25, 0.15])
+
+
+def test_a_recording_takes_the_place_of_a_policy_with_options(tmp_path: Path) -> None:
+    policy = "models.0.policies.scheduling"
+    given = ["--model", "x", "--set", f"{policy}.use=deficit_prefix"]
+    given += ["--set", f"{policy}.options.quantum=500", "--set", "models.0.replicas=2"]
+    arguments = with_recording([*given, "--set", "server.port=1"], tmp_path / "a: b={c}")
+    assert arguments[:4] == ["--model", "x", "--set", "server.port=1"]
+    settings = [word for word in arguments[4:] if word != "--set"]
+    model = load_config(
+        None, flags=parse_assignments(["models.0.source=x", *settings])
+    ).config.models[0]
+    assert model.policies.scheduling.use.endswith("recording.py:RecordingFcfs")
+    assert model.policies.scheduling.options == {"file": str(tmp_path / "a: b={c}")}

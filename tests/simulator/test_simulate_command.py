@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -11,6 +12,7 @@ from typer.testing import CliRunner, Result
 from headrace.cli.app import app
 from headrace.config import load_config
 from headrace.errors import ConfigError, HeadraceError
+from headrace.simulator.hardware import from_profile
 
 
 def headrace(*words: str) -> Result:
@@ -124,6 +126,27 @@ def test_a_measured_profile_sets_times_pool_and_settings(tmp_path: pathlib.Path)
     latency = document["runs"][0]["latency_seconds"]
     assert latency["ttft"]["p50"] == pytest.approx(0.05 + 0.01 + 0.001 + 0.01 + 0.001)
     assert latency["tpot"]["p50"] == pytest.approx(0.012)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"served_gaps": [[1]]}, "no whole profile"),
+        ({"served_gaps": None}, "no whole profile"),
+        ({"served_gaps": [[0, 0.001]]}, "is no number of sequences and seconds"),
+        ({"served_gaps": [[1, -0.001]]}, "is no number of sequences and seconds"),
+        ({"engine_seconds_per_step": "x"}, "no whole profile"),
+    ],
+)
+def test_a_broken_profile_is_refused(
+    changes: dict[str, Any], said: str, tmp_path: pathlib.Path
+) -> None:
+    path = profile(tmp_path)
+    document = json.loads(path.read_text())
+    document["overhead"] |= changes
+    path.write_text(json.dumps(document))
+    with pytest.raises(ConfigError, match=said):
+        from_profile(path)
 
 
 BAD = {

@@ -50,8 +50,12 @@ def choose_level(wanted: str, features: Mapping[str, bool]) -> str:
 
 @functools.cache
 def level() -> str:
-    """Return this process's level."""
-    return choose_level(os.environ.get(VARIABLE, ""), binding.get_host_cpu_features())
+    """Return this process's level. Where Numba was told another CPU, whose features nobody says: none."""
+    wanted = os.environ.get(VARIABLE, "")
+    told = numba.config.CPU_NAME
+    if not wanted and told is not None and told != binding.get_host_cpu_name():
+        return REFERENCE
+    return choose_level(wanted, binding.get_host_cpu_features())
 
 
 def has_brain_dot() -> bool:
