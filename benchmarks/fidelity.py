@@ -189,7 +189,7 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--profile", type=Path, default=Path("profile.json"))
-    parser.add_argument("--seconds", type=float, default=180.0, help="length of each trace")
+    parser.add_argument("--seconds", type=float, default=240.0, help="length of each trace")
     parser.add_argument("--load", type=float, default=0.35, help="share of the time it is busy")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--set", action="append", default=[], help="any key, as for serve")
