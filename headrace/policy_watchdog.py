@@ -124,7 +124,7 @@ class Watchdog:
             start = time.perf_counter()
             time.sleep(_TICK_SECONDS)
             before, num_collections = num_collections, _num_full_collections()
-            lost = time.perf_counter() - start  # the tick included: a call may have begun at its end
+            lost = time.perf_counter() - start  # with the tick: a call may have begun at its end
             under_way = list(self._calls.items())
             num_idle = 0 if under_way else num_idle + 1
             for thread_id, call in under_way:
