@@ -121,8 +121,7 @@ def work_of(model: LoadedModel, weights: list[Any], batch: ForwardBatch) -> dict
             )
             attention.memory_bytes += len(group.layers) * seen * row_bytes
             before = int(length) - count
-            most = group.sliding_window or int(length)
-            pairs = sum(min(before + place + 1, most) for place in range(count))
+            pairs = sum(min(before + place + 1, seen) for place in range(count))
             attention.multiplications += 2 * len(group.layers) * pairs * of_heads
     layers = sum(len(group.layers) for group in model.architecture.kv_groups())
     inner = max(weight.in_size for weight in weights[:-1])

@@ -24,10 +24,11 @@ REFERENCE = "reference"
 LEVELS = ("amx", AVX512_VNNI, AVX2, GENERIC, REFERENCE)
 """From the most able to the least; the last one is the path without these kernels."""
 
+IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 NEEDED_FEATURES: Mapping[str, tuple[str, ...]] = {
     AVX512_VNNI: ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni"),
     AVX2: ("avx2", "fma", "f16c"),
-    GENERIC: ("f16c",) if platform.machine().lower() in ("x86_64", "amd64") else (),
+    GENERIC: ("f16c",) if IS_X86 else (),
 }
 """Without F16C LLVM turns f16 into calls of a library that is not there."""
 _LESSER_CPUS: Mapping[str, str] = {AVX2: "haswell", GENERIC: "ivybridge"}
@@ -70,6 +71,6 @@ def compile_for_level() -> None:
     Call before the first kernel is made; what was told to Numba itself stands.
     """
     best = choose_level("", binding.get_host_cpu_features())
-    if level() != best and numba.config.CPU_NAME is None and level() in _LESSER_CPUS:
-        if platform.machine().lower() in ("x86_64", "amd64"):
-            numba.config.CPU_NAME, numba.config.CPU_FEATURES = _LESSER_CPUS[level()], ""
+    is_less = level() != best and level() in _LESSER_CPUS
+    if IS_X86 and is_less and numba.config.CPU_NAME is None:
+        numba.config.CPU_NAME, numba.config.CPU_FEATURES = _LESSER_CPUS[level()], ""

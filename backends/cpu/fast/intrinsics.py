@@ -308,9 +308,9 @@ def _is_plain(value: Any) -> bool:
 
 # --- between threads ------------------------------------------------------------
 
-_MACHINE = platform.machine().lower()
-_HAS_FUTEX = platform.system() == "Linux" and _MACHINE in ("x86_64", "amd64", "aarch64", "arm64")
-_FUTEX = 202 if _MACHINE in ("x86_64", "amd64") else 98
+_IS_ARM = platform.machine().lower() in ("aarch64", "arm64")
+_HAS_FUTEX = platform.system() == "Linux" and (capability.IS_X86 or _IS_ARM)
+_FUTEX = 202 if capability.IS_X86 else 98
 _FUTEX_WAIT_PRIVATE, _FUTEX_WAKE_PRIVATE, _EVERYONE = 128, 129, 1 << 20
 _NAP_MICROSECONDS = 200
 _CLOCK_MONOTONIC = 6 if platform.system() == "Darwin" else 1
@@ -331,9 +331,9 @@ def atomic_load(e: Any, address: Any) -> Any:
 @routine()
 def pause(e: Any) -> None:
     """Tell the core that this is a spin."""
-    if _MACHINE in ("x86_64", "amd64"):
+    if capability.IS_X86:
         e.call("llvm.x86.sse2.pause", VOID)
-    elif _MACHINE in ("aarch64", "arm64"):
+    elif _IS_ARM:
         e.call("llvm.aarch64.hint", VOID, ir.Constant(I32, 1))
 
 

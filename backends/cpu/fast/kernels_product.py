@@ -90,13 +90,16 @@ def _codes(e: Any, tile: Any, form: int, coding: int) -> list[Any]:
     """Return the inputs of a tile's outputs: 8 vectors of 4 bytes a lane, 16 of 2 shorts if WIDE_IS_SHORT."""
     is_short, codes = coding == WIDE and WIDE_IS_SHORT, []
     kind = SHORTS16 if is_short else CODES
-    shifts = {(False, False): (0,), (False, True): (0, 4), (True, False): (0, 8)}
-    mask = (0x0F0F0F0F, 15) if form == NIBBLES else (-1, 255)
+    shifts: tuple[int, ...]
+    if form == NIBBLES:
+        shifts, mask = ((0, 8, 4, 12), 15) if is_short else ((0, 4), 0x0F0F0F0F)
+    else:
+        shifts, mask = ((0, 8), 255) if is_short else ((0,), -1)
     for run in range(4 if form == NIBBLES else 8):
         packed = e.builder.bitcast(e.load(tile, CODES, 64 * run), kind)
-        for shift in shifts.get((is_short, form == NIBBLES), (0, 8, 4, 12)):
+        for shift in shifts:
             code = e.builder.lshr(packed, e.fill(shift, kind))
-            codes.append(e.builder.and_(code, e.fill(mask[is_short], kind)))
+            codes.append(e.builder.and_(code, e.fill(mask, kind)))
     return codes
 
 
@@ -194,15 +197,12 @@ def _add_plain(e: Any, tile: Any, x: list[Any], totals: list[Any]) -> None:
         e.set(total, result)
 
 
-def _sides(e: Any) -> Any:
-    """Context manager: the code for OUTPUTS_AT_ONCE of a tile's outputs, for each of the places it gives."""
-    if OUTPUTS_AT_ONCE == LANES:
-        return contextlib.nullcontext(e.integer(0))
-    return _places(e)
-
-
 @contextlib.contextmanager
-def _places(e: Any) -> Iterator[Any]:
+def _sides(e: Any) -> Iterator[Any]:
+    """The code for OUTPUTS_AT_ONCE of a tile's outputs, for each of the places it gives."""
+    if OUTPUTS_AT_ONCE == LANES:
+        yield e.integer(0)
+        return
     with e.loop(e.integer(LANES // OUTPUTS_AT_ONCE)) as loop:
         yield e.times(loop.index, OUTPUTS_AT_ONCE)
 
