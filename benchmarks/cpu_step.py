@@ -156,7 +156,7 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs=2, help="compare a decode at two contexts")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--deterministic", action="store_true")
-    parser.add_argument("--activations", choices=("precise", "int8"), default="precise")
+    parser.add_argument("--activations", choices=("mixed", "precise", "int8"), default="mixed")
     parser.add_argument("--profile", type=int, default=0, help="rows of the step to look into")
     arguments = parser.parse_args()
     settings = EngineSettings(

@@ -29,6 +29,8 @@ READ_BYTES = 256 << 20
 """Per thread: far more than any last-level cache here keeps."""
 CACHED_BYTES = 256 << 10
 """Per thread: held by a second-level cache."""
+READS = 8
+"""Times that all of it is read in a round, so that threads which begin apart are together for most of it."""
 ROUNDS = 7
 CHAINS, PER_CHAIN = 8, 8
 """Sums that do not wait for each other, and products added to each per round."""
@@ -124,7 +126,7 @@ def best_seconds(call: Callable[[int], object], threads: int, rounds: int = ROUN
 
 def read_bandwidth(threads: int, part_bytes: int = READ_BYTES) -> float:
     """Return bytes per second that `threads` read together, `part_bytes` each over and over."""
-    repeats = READ_BYTES // part_bytes
+    repeats = READS * (READ_BYTES // part_bytes)
     parts = [np.ones(part_bytes // 8, np.int64) for _ in range(threads)]
     seconds = best_seconds(lambda index: sum_words(parts[index], repeats), threads)
     return threads * part_bytes * repeats / seconds

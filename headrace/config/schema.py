@@ -111,8 +111,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Reuse the KV rows of a prefix that an earlier request has computed."""
     deterministic: bool = False
     """Results depend on nothing else in the batch, bit for bit; slower only where a path is not so anyway."""
-    activations: Literal["precise", "int8"] = "precise"
-    """Backend cpu, what meets integer weights: int8 is faster for many rows and less exact."""
+    activations: Literal["mixed", "precise", "int8"] = "mixed"
+    """Backend cpu, what meets integer weights: 15 bits (precise), 8 (int8: faster for many rows, less exact), or 15 where it matters."""
 
 
 class PoliciesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

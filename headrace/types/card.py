@@ -23,8 +23,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     block_size: int = 16
     prefix_caching: bool = True
     deterministic: bool = False
-    activations: str = "precise"
-    """precise or int8: how the CPU's fast path rounds what meets integer weights."""
+    activations: str = "mixed"
+    """mixed, precise or int8: how the CPU's fast path rounds what meets integer weights."""
 
 
 class KVGroupSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,10 +4,11 @@ A weight is tiles of 16 outputs x 32 inputs, those of the same outputs one after
 inputs. Lane i of a vector is output i; a 32-bit lane of codes holds 4 consecutive inputs, so one
 broadcast of 4 activation bytes meets 16 outputs. Rows are taken 8 at a time: codes are unpacked once.
 
-Activations come in one of three codings, by group of 32 inputs. WIDE: whole numbers of 15 bits, kept as two
-int8 (256 * high + low), or as int16 with AVX2. NARROW: 8 bits. After either come records, one per group: scale
-f32, scale * sum f32, and -128 times the sum of the codes, of the first 16 and of the last 16 (i32). BRAIN, for
-weights of bf16: bf16 too, or f32 where the CPU has no products of bf16.
+Activations come in one of two codings. CODES, for weights of whole numbers: whole numbers too, by group of 32
+inputs. Those of a wide group have 15 bits and are kept as two int8 (256 * high + low), or as int16 with AVX2; those
+of a narrow one have 8. A byte per group says which it is (see widths). Behind the codes come records, one per group:
+scale f32, scale * sum f32, and -128 times the sum of the codes, of the first 16 and of the last 16 (i32). BRAIN,
+for weights of bf16: bf16 too, or f32 where the CPU has no products of bf16.
 docs/performance.md has what each costs and what was tried.
 """
 
@@ -25,6 +26,7 @@ from headrace.backends.cpu.fast.intrinsics import (
     DOT_SHIFTS_SIGNED,
     F32,
     HAS_BRAIN_DOT,
+    I8,
     I32,
     LANES,
     LEVEL,
@@ -45,29 +47,24 @@ PLAIN = 4
 
 TILE_BYTES = (320, 544, 576, 576, 1024)
 GROUP = 32
-WIDE, NARROW, BRAIN = range(3)
+CODES, BRAIN = range(2)
 """How activations are coded."""
 BRAIN_IS_FLOAT = not HAS_BRAIN_DOT
 """Whether BRAIN codes are kept as f32: where there are no products of bf16 nothing is won by rounding."""
-CODE_BYTES = (64, 32, 128 if BRAIN_IS_FLOAT else 64)
-"""Of a group of activations in each coding; WIDE: 32 high bytes, then 32 low ones."""
-RECORD_BYTES = (20, 20, 0)
+CODE_BYTES = (64, 128 if BRAIN_IS_FLOAT else 64)
+"""Of a group of activations in each coding; CODES: 32 high bytes, then 32 low ones where it is wide."""
+RECORD_BYTES = (20, 0)
 EXCESS, EXCESS_FIRST, EXCESS_LAST = 8, 12, 16
 """Where a record has what dot products of codes w + 128 are too large by."""
 ROWS_AT_ONCE = (8, 4, 2, 1)
 OUTPUTS_AT_ONCE = 8 if LEVEL == capability.AVX2 else LANES
 """Outputs of a tile that are computed together: what a register holds."""
-RESULTS, CODES = (ir.VectorType(kind, OUTPUTS_AT_ONCE) for kind in (F32, I32))
+RESULTS, INTEGERS = (ir.VectorType(kind, OUTPUTS_AT_ONCE) for kind in (F32, I32))
 WIDE_IS_SHORT = LEVEL == capability.AVX2
-"""Whether WIDE codes are kept as int16, of inputs 0, 2, 1, 3 of each 4: AVX2 multiplies those as fast."""
+"""Whether wide codes are kept as int16, of inputs 0, 2, 1, 3 of each 4: AVX2 multiplies those as fast."""
 ROWS_IN_FLIGHT = 8 if LEVEL == capability.AVX2 else 4
 """Rows whose integer sums are in registers together, beside the results of 8."""
 PREFETCH_TILES = 8
-PRODUCTS = (
-    *((form, coding) for form in range(PLAIN) for coding in (WIDE, NARROW)),
-    (PLAIN, BRAIN),
-)
-"""The pairs of form and coding that there is code for."""
 
 
 class _Totals:
@@ -86,17 +83,17 @@ class _Totals:
         )
 
 
-def _codes(e: Any, tile: Any, form: int, coding: int) -> list[Any]:
+def _codes(e: Any, tile: Any, form: int, is_wide: bool) -> list[Any]:
     """Return the inputs of a tile's outputs: 8 vectors of 4 bytes a lane, 16 of 2 shorts if WIDE_IS_SHORT."""
-    is_short, codes = coding == WIDE and WIDE_IS_SHORT, []
-    kind = SHORTS16 if is_short else CODES
+    is_short, codes = is_wide and WIDE_IS_SHORT, []
+    kind = SHORTS16 if is_short else INTEGERS
     shifts: tuple[int, ...]
     if form == NIBBLES:
         shifts, mask = ((0, 8, 4, 12), 15) if is_short else ((0, 4), 0x0F0F0F0F)
     else:
         shifts, mask = ((0, 8), 255) if is_short else ((0,), -1)
     for run in range(4 if form == NIBBLES else 8):
-        packed = e.builder.bitcast(e.load(tile, CODES, 64 * run), kind)
+        packed = e.builder.bitcast(e.load(tile, INTEGERS, 64 * run), kind)
         for shift in shifts:
             code = e.builder.lshr(packed, e.fill(shift, kind))
             codes.append(e.builder.and_(code, e.fill(mask, kind)))
@@ -112,18 +109,18 @@ def _kept_here(e: Any, x: Any) -> Any:
 
 
 def _sums(
-    e: Any, form: int, coding: int, codes: Sequence[Any], x: list[Any], starts: list[Any]
+    e: Any, form: int, is_wide: bool, codes: Sequence[Any], x: list[Any], starts: list[Any]
 ) -> list[Any]:
     """Return each row's integer products with some codes, which meet the numbers at `x` and what follows them.
 
     `starts`: what each sum begins with. Rows advance together, code by code, so that no dot product waits for
     the one before it.
     """
-    is_short = coding == WIDE and WIDE_IS_SHORT
-    is_summed_short = coding == NARROW and form == NIBBLES and LEVEL == capability.AVX2
+    is_short = is_wide and WIDE_IS_SHORT
+    is_summed_short = not is_wide and form == NIBBLES and LEVEL == capability.AVX2
     is_signed = form in (BYTES_SIGNED, BYTES_IN_HALVES)
-    kind = SHORTS16 if is_summed_short else CODES
-    parts = 2 if coding == WIDE and not is_short else 1
+    kind = SHORTS16 if is_summed_short else INTEGERS
+    parts = 2 if is_wide and not is_short else 1
     totals = [[e.fill(0, kind) for _ in range(parts)] for _ in x]
     if is_signed and (DOT_SHIFTS_SIGNED or is_short):
         for total, start in zip(totals, starts, strict=True):
@@ -141,22 +138,22 @@ def _sums(
                     total[part] = e.dot(total[part], code, value, is_signed=is_signed)
     if is_summed_short:
         ones = e.fill(1, SHORTS16)
-        return [e.dot_shorts(e.fill(0, CODES), total[0], ones) for total in totals]
+        return [e.dot_shorts(e.fill(0, INTEGERS), total[0], ones) for total in totals]
     if parts == 2:
-        shift = e.fill(8, CODES)
+        shift = e.fill(8, INTEGERS)
         return [e.builder.add(e.builder.shl(high, shift), low) for high, low in totals]
     return [total[0] for total in totals]
 
 
 def _add_coded(
-    e: Any, form: int, coding: int, at: dict[str, Any], offsets: list[Any], totals: list[Any]
+    e: Any, form: int, is_wide: bool, at: dict[str, Any], offsets: list[Any], totals: list[Any]
 ) -> None:
     """Add one tile to every row's total. `offsets`: of each row from the addresses `x` and `record`."""
     is_in_halves = form == BYTES_IN_HALVES
     scales = [e.load_halves(at["scales"], 0, OUTPUTS_AT_ONCE)]
     if form != BYTES_SIGNED:
         scales.append(e.load_halves(at["scales"], 32, OUTPUTS_AT_ONCE))
-    codes = _codes(e, at["codes"], form, coding)
+    codes = _codes(e, at["codes"], form, is_wide)
     size = len(codes) // (2 if is_in_halves else 1)
     for half, scale in enumerate(scales if is_in_halves else scales[:1]):
         base = e.add(_kept_here(e, at["x"]), 4 * size * half)
@@ -167,7 +164,7 @@ def _add_coded(
             some = slice(first, first + ROWS_IN_FLIGHT)
             starts = [e.add(record, place) for record in records[some]]
             of_half = codes[size * half : size * (half + 1)]
-            sums = _sums(e, form, coding, of_half, x[some], starts)
+            sums = _sums(e, form, is_wide, of_half, x[some], starts)
             for total, record, part in zip(totals[some], records[some], sums, strict=True):
                 x_scale = e.broadcast(e.load(record, F32, 0), OUTPUTS_AT_ONCE)
                 factor = e.builder.fmul(scale, x_scale)
@@ -182,7 +179,7 @@ def _add_plain(e: Any, tile: Any, x: list[Any], totals: list[Any]) -> None:
     """Add one tile of bf16 to every row's total; `x` are addresses of bf16, or of f32 where BRAIN_IS_FLOAT."""
     results = [e.get(total) for total in totals]
     for pair in range(16):
-        packed = e.load(tile, CODES, 64 * pair)
+        packed = e.load(tile, INTEGERS, 64 * pair)
         if not BRAIN_IS_FLOAT:
             for row, address in enumerate(x):
                 value = e.broadcast(e.load(address, I32, 4 * pair))
@@ -197,6 +194,11 @@ def _add_plain(e: Any, tile: Any, x: list[Any], totals: list[Any]) -> None:
         e.set(total, result)
 
 
+def is_wide(e: Any, wide: Any, group: Any) -> Any:
+    """Whether a group of activations is wide, as an i1."""
+    return e.builder.icmp_signed("!=", e.load(e.add(wide, group), I8), I8(0))
+
+
 @contextlib.contextmanager
 def _sides(e: Any) -> Iterator[Any]:
     """The code for OUTPUTS_AT_ONCE of a tile's outputs, for each of the places it gives."""
@@ -207,8 +209,9 @@ def _sides(e: Any) -> Iterator[Any]:
         yield e.times(loop.index, OUTPUTS_AT_ONCE)
 
 
-def _rows(e: Any, form: int, coding: int, num_rows: int, at: dict[str, Any]) -> None:
+def _rows(e: Any, form: int, num_rows: int, at: dict[str, Any]) -> None:
     """Multiply `num_rows` rows, from the addresses `at` on, with one column of tiles."""
+    coding = BRAIN if form == PLAIN else CODES
     offsets = [e.times(at["x_stride"], row) for row in range(num_rows)]
     slots = [_Totals(e) for _ in range(num_rows)]
     with _sides(e) as side:
@@ -234,20 +237,23 @@ def _rows(e: Any, form: int, coding: int, num_rows: int, at: dict[str, Any]) -> 
             else:
                 end = 256 if form == NIBBLES else 512
                 here["scales"] = e.add(tile, e.add(e.times(side, 2), end))
-                _add_coded(e, form, coding, here, offsets, totals)
+                with e.builder.if_else(is_wide(e, at["wide"], loop.index)) as (wide, narrow):
+                    for branch in (wide, narrow):
+                        with branch:
+                            _add_coded(e, form, branch is wide, here, offsets, totals)
     for row in range(num_rows):
         with _sides(e) as side:
             out = e.add(at["out"], e.add(e.times(at["out_stride"], row), e.times(side, 4)))
             e.store(e.get(slots[row].at(side)), out)
 
 
-def _product(e: Any, form: int, coding: int, at: dict[str, Any], rows: Any) -> None:
+def _product(e: Any, form: int, at: dict[str, Any], rows: Any) -> None:
     x, out, left = e.variable(at["x"]), e.variable(at["out"]), e.variable(rows)
     for size in ROWS_AT_ONCE:
         count = e.builder.sdiv(e.get(left), e.integer(size))
         with e.loop(count):
             here = {**at, "x": e.get(x), "out": e.get(out)}
-            _rows(e, form, coding, size, here)
+            _rows(e, form, size, here)
             e.set(x, e.add(here["x"], e.times(at["x_stride"], size)))
             e.set(out, e.add(here["out"], e.times(at["out_stride"], size)))
         e.set(left, e.builder.srem(e.get(left), e.integer(size)))
@@ -255,21 +261,23 @@ def _product(e: Any, form: int, coding: int, at: dict[str, Any], rows: Any) -> N
 
 @routine()
 def product(
-    e: Any, form: Any, coding: Any, tiles: Any, groups: Any, x: Any, x_stride: Any, out: Any,
+    e: Any, form: Any, wide: Any, tiles: Any, groups: Any, x: Any, x_stride: Any, out: Any,
     out_stride: Any, bias: Any, rows: Any,
 ) -> None:  # fmt: skip
-    """out[row, 0:16] = x[row] times one column of tiles (+ bias[0:16] where its address is not 0)."""
+    """out[row, 0:16] = x[row] times one column of tiles (+ bias[0:16] where its address is not 0).
+
+    wide: where a byte per group says how its activations are coded; nothing is read there for PLAIN.
+    """
     at = {
-        "tiles": tiles, "groups": groups, "x": x, "x_stride": x_stride, "out": out,
+        "wide": wide, "tiles": tiles, "groups": groups, "x": x, "x_stride": x_stride, "out": out,
         "out_stride": out_stride, "bias": bias,
     }  # fmt: skip
     end = e.builder.append_basic_block("product.end")
-    number = e.add(form, e.times(coding, len(TILE_BYTES)))
-    choice = e.builder.switch(number, end)
-    for known_form, known_coding in PRODUCTS:
-        block = e.builder.append_basic_block(f"product.form{known_form}.coding{known_coding}")
-        choice.add_case(e.integer(known_form + known_coding * len(TILE_BYTES)), block)
+    choice = e.builder.switch(form, end)
+    for known in range(len(TILE_BYTES)):
+        block = e.builder.append_basic_block(f"product.form{known}")
+        choice.add_case(e.integer(known), block)
         e.builder.position_at_end(block)
-        _product(e, known_form, known_coding, at, rows)
+        _product(e, known, at, rows)
         e.builder.branch(end)
     e.builder.position_at_end(end)

@@ -31,7 +31,7 @@ from headrace.backends.cpu.fast.kernels_attend import (
     write_pairs,
 )
 from headrace.backends.cpu.fast.kernels_attend_rows import PAIRS
-from headrace.backends.cpu.fast.kernels_product import GROUP, TILE_BYTES, product
+from headrace.backends.cpu.fast.kernels_product import CODES, GROUP, TILE_BYTES, product
 from headrace.backends.cpu.fast.kernels_rowwise import (
     add_rows,
     cap_row,
@@ -39,6 +39,7 @@ from headrace.backends.cpu.fast.kernels_rowwise import (
     embed_row,
     gelu_row,
     norm_row,
+    observe_scales,
     quantize_row,
     rotate_row,
     silu_row,
@@ -92,7 +93,7 @@ def run_linear(op, rows, threads, counter, x, out):  # type: ignore[no-untyped-d
             break
         for column in range(first, min(columns, first + chunk)):
             product(
-                form, op[at.CODING], op[at.POINTER] + column * column_bytes, groups, x, op[at.IN_STRIDE],
+                form, op[at.WIDE], op[at.POINTER] + column * column_bytes, groups, x, op[at.IN_STRIDE],
                 out + column * LANES * 4, op[at.OUT_STRIDE],
                 bias + column * LANES * 4 if bias != 0 else 0, rows,
             )  # fmt: skip
@@ -182,6 +183,7 @@ def run_row(op, parameters, row, x, aux, out, scratch):  # type: ignore[no-untyp
 @inlined_kernel
 def run_rows(op, parameters, rows, threads, counter, places, scratch):  # type: ignore[no-untyped-def]
     x, aux, out, quantized = places
+    observes = parameters[at.OBSERVES] != 0
     chunk = chunk_of(rows, threads, 16)
     while True:
         first = atomic_add(counter, chunk)
@@ -205,7 +207,9 @@ def run_rows(op, parameters, rows, threads, counter, places, scratch):  # type: 
             if op[at.QUANTIZED] >= 0:
                 groups = op[at.SIZE] // GROUP
                 target = quantized + row * op[at.QUANTIZED_STRIDE]
-                quantize_row(result, groups, op[at.CODING], target)
+                quantize_row(result, groups, op[at.CODING], op[at.WIDE], target)
+                if observes and op[at.CODING] == CODES:
+                    observe_scales(target, groups, op[at.NOISE])
 
 
 @fast_kernel

@@ -33,22 +33,22 @@ from headrace.backends.cpu.fast.kernels_product import (
     BYTES_IN_HALVES,
     BYTES_SIGNED,
     CODE_BYTES,
+    CODES,
     EXCESS,
     EXCESS_FIRST,
     EXCESS_LAST,
     GROUP,
-    NARROW,
     NIBBLES,
     PLAIN,
     RECORD_BYTES,
-    WIDE,
     WIDE_IS_SHORT,
+    is_wide,
 )
 from headrace.backends.cpu.kernels_rows import floats
 from headrace.backends.cpu.kernels_vector import as_pointer
 
 _ROW = 4 * LANES
-_HIGHEST = {WIDE: 127 * 256.0, NARROW: 127.0}
+_HIGHEST_WIDE, _HIGHEST_NARROW = 127 * 256.0, 127.0
 """The largest code; of a wide one the high byte must fit int8."""
 _SQRT_2_OVER_PI = 0.7978845608028654
 
@@ -131,67 +131,70 @@ def gelu_row(e: Any, gate: Any, up: Any, out: Any, size: Any) -> None:
 
 
 @routine()
-def quantize_row(e: Any, x: Any, groups: Any, coding: Any, out: Any) -> None:
-    """Write `groups` x 32 numbers at `out` in a coding of kernels_product, with its records."""
-    end = e.builder.append_basic_block("quantize.end")
-    choice = e.builder.switch(coding, end)
-    for known, write in ((WIDE, _write_codes), (NARROW, _write_codes), (BRAIN, _write_brains)):
-        block = e.builder.append_basic_block(f"quantize.coding{known}")
-        choice.add_case(e.integer(known), block)
-        e.builder.position_at_end(block)
-        write(e, x, groups, known, out)
-        e.builder.branch(end)
-    e.builder.position_at_end(end)
+def quantize_row(e: Any, x: Any, groups: Any, coding: Any, wide: Any, out: Any) -> None:
+    """Write `groups` x 32 numbers at `out` in a coding of kernels_product, with its records.
+
+    wide: where a byte per group says whether CODES are wide there.
+    """
+    is_coded = e.builder.icmp_signed("==", coding, e.integer(CODES))
+    with e.builder.if_else(is_coded) as (codes, brains):
+        with codes:
+            _write_codes(e, x, groups, wide, out)
+        with brains:
+            _write_brains(e, x, groups, out)
 
 
-def _write_brains(e: Any, x: Any, groups: Any, coding: int, out: Any) -> None:
+def _write_brains(e: Any, x: Any, groups: Any, out: Any) -> None:
     with e.loop(e.times(groups, GROUP // LANES)) as loop:
         value = e.load(e.add(x, e.times(loop.index, _ROW)))
         value = value if BRAIN_IS_FLOAT else e.narrow(value)
-        e.store(value, e.add(out, e.times(loop.index, CODE_BYTES[coding] * LANES // GROUP)))
+        e.store(value, e.add(out, e.times(loop.index, CODE_BYTES[BRAIN] * LANES // GROUP)))
 
 
-def _write_codes(e: Any, x: Any, groups: Any, coding: int, out: Any) -> None:
-    builder, highest = e.builder, _HIGHEST[coding]
-    records = e.add(out, e.times(groups, CODE_BYTES[coding]))
+def _write_codes(e: Any, x: Any, groups: Any, wide: Any, out: Any) -> None:
+    builder = e.builder
+    records = e.add(out, e.times(groups, CODE_BYTES[CODES]))
     with e.loop(groups) as loop:
         place = e.add(x, e.times(loop.index, 2 * _ROW))
         values = [e.load(place), e.load(place, FLOATS, _ROW)]
         bits = [e.magnitude_bits(value) for value in values]
         is_less = builder.icmp_signed("<", bits[0], bits[1])
         most = e.largest_magnitude(builder.select(is_less, bits[1], bits[0]))
-        inverse = e.broadcast(builder.fdiv(F32(highest), most))
-        scale = builder.fmul(most, F32(1 / highest))
-        target = e.add(out, e.times(loop.index, CODE_BYTES[coding]))
-        sums = []
-        for half, value in enumerate(values):
-            code = builder.fptosi(e.round(builder.fmul(value, inverse)), INTS)
-            if coding == WIDE:
-                code = _store_wide(e, code, target, half)
-            else:
-                e.store(builder.trunc(code, BYTES), target, LANES * half)
-            sums.append(e.sum_int_lanes(code))
+        is_wide_here = is_wide(e, wide, loop.index)
+        highest = builder.select(is_wide_here, F32(_HIGHEST_WIDE), F32(_HIGHEST_NARROW))
+        inverse = e.broadcast(builder.fdiv(highest, most))
+        share = builder.select(is_wide_here, F32(1 / _HIGHEST_WIDE), F32(1 / _HIGHEST_NARROW))
+        scale = builder.fmul(most, share)
+        target = e.add(out, e.times(loop.index, CODE_BYTES[CODES]))
+        codes = [builder.fptosi(e.round(builder.fmul(value, inverse)), INTS) for value in values]
+        with builder.if_else(is_wide_here) as (wide_here, narrow_here):
+            with wide_here:
+                _store_wide(e, codes, target)
+            with narrow_here:
+                for half, code in enumerate(codes):
+                    e.store(builder.trunc(code, BYTES), target, LANES * half)
+        sums = [e.sum_int_lanes(code) for code in codes]
         whole = builder.add(*sums)
-        record = e.add(records, e.times(loop.index, RECORD_BYTES[coding]))
+        record = e.add(records, e.times(loop.index, RECORD_BYTES[CODES]))
         e.store(scale, record)
         e.store(builder.fmul(scale, builder.sitofp(whole, F32)), record, 4)
         for place, total in ((EXCESS, whole), (EXCESS_FIRST, sums[0]), (EXCESS_LAST, sums[1])):
             e.store(builder.mul(total, I32(-128)), record, place)
 
 
-def _store_wide(e: Any, code: Any, target: Any, half: int) -> Any:
-    """Store 16 codes as high and low bytes, or as they are where WIDE_IS_SHORT; return what those say."""
+def _store_wide(e: Any, codes: list[Any], target: Any) -> None:
+    """Store 2 x 16 codes as high and low bytes, or as they are where WIDE_IS_SHORT."""
     builder = e.builder
-    if WIDE_IS_SHORT:
-        order = [4 * quad + place for quad in range(LANES // 4) for place in (0, 2, 1, 3)]
-        short = builder.trunc(code, SHORTS)
-        short = builder.shuffle_vector(short, short, ir.Constant(INTS, order))
-        e.store(short, target, 2 * LANES * half)
-        return code
-    high, low = e.split_bytes(code)
-    e.store(builder.trunc(high, BYTES), target, LANES * half)
-    e.store(builder.trunc(low, BYTES), target, GROUP + LANES * half)
-    return builder.add(builder.shl(high, e.fill(8, INTS)), low)
+    for half, code in enumerate(codes):
+        if WIDE_IS_SHORT:
+            order = [4 * quad + place for quad in range(LANES // 4) for place in (0, 2, 1, 3)]
+            short = builder.trunc(code, SHORTS)
+            short = builder.shuffle_vector(short, short, ir.Constant(INTS, order))
+            e.store(short, target, 2 * LANES * half)
+            continue
+        high, low = e.split_bytes(code)
+        e.store(builder.trunc(high, BYTES), target, LANES * half)
+        e.store(builder.trunc(low, BYTES), target, GROUP + LANES * half)
 
 
 @routine("float")
@@ -216,6 +219,16 @@ def bf16_at(e: Any, address: Any) -> Any:
     """The bf16 at an address, as f32."""
     bits = e.builder.shl(e.builder.zext(e.load(address, I16), I32), I32(16))
     return e.builder.bitcast(bits, F32)
+
+
+@fast_kernel
+def observe_scales(coded, groups, noise):  # type: ignore[no-untyped-def]
+    """noise[group] += the square of its scale, which the mean square of what rounding adds grows with."""
+    totals = floats(noise, groups)
+    records = coded + groups * CODE_BYTES[CODES]
+    for group in range(groups):
+        scale = floats(records + group * RECORD_BYTES[CODES], 1)[0]
+        totals[group] += scale * scale
 
 
 @fast_kernel

@@ -148,6 +148,11 @@ class ThreadPool:
         self._observe(governor, time.perf_counter_ns() - started)
         return threads
 
+    def run_alone(self, step: StepMemory) -> None:
+        """Compute a described step with the calling thread only. Waits for those under way first."""
+        self.wait_for_all()
+        self._enter(step, 1)
+
     def launch(self, step: StepMemory) -> None:
         """Leave a described step to the workers, behind the one that may be under way."""
         assert self._workers, "a thread of its own computes the step"

@@ -20,11 +20,10 @@ from headrace.backends.cpu.fast.intrinsics import LANES
 from headrace.backends.cpu.fast.kernels_product import (
     BRAIN,
     CODE_BYTES,
+    CODES,
     GROUP,
-    NARROW,
     PLAIN,
     RECORD_BYTES,
-    WIDE,
 )
 from headrace.backends.cpu.fast.packing import (
     HeldWeight,
@@ -32,6 +31,7 @@ from headrace.backends.cpu.fast.packing import (
     UnsupportedModel,
     round_up,
 )
+from headrace.backends.cpu.fast.widths import SHARES, Widths
 from headrace.interfaces import AttentionSpec
 from headrace.types import KVGroupSpec, WeightPart
 
@@ -97,6 +97,7 @@ class Program:
     attention: Mapping[int, AttentionShape]
     """By KV group."""
     num_barriers: int
+    widths: tuple[Widths, ...]
     keep: tuple[Any, ...]
 
 
@@ -105,7 +106,7 @@ class Recorder:
 
     def __init__(self, groups: Sequence[KVGroupSpec], activations: str) -> None:
         """`activations` is EngineSettings.activations: how those are coded which meet integer weights."""
-        self._coding = {"precise": WIDE, "int8": NARROW}[activations]
+        self._shares = SHARES[activations]
         self._packer = Packer(Arena())
         self._group_of = {layer: index for index, g in enumerate(groups) for layer in g.layers}
         self._head_dims = {layer: group.head_dim for group in groups for layer in group.layers}
@@ -113,6 +114,8 @@ class Recorder:
         self._values: list[Value] = []
         self._quantized: dict[tuple[Activation, int], int] = {}
         """By activation and coding."""
+        self._widths: dict[int, Widths] = {}
+        """Of values that are CODES."""
         self._keep: list[Any] = []
         self._attention: dict[int, AttentionShape] = {}
         self.weight_bytes = 0
@@ -154,7 +157,7 @@ class Recorder:
         return out
 
     def linear(self, x: Activation, weight: HeldWeight) -> Activation:
-        codings = [BRAIN if run.form == PLAIN else self._coding for run in weight.runs]
+        codings = [BRAIN if run.form == PLAIN else CODES for run in weight.runs]
         coded = {coding: self._as_codes(x, coding) for coding in dict.fromkeys(codings)}
         out = self._value(self._values[x.value].domain, weight.out_size)
         for index, run in enumerate(weight.runs):
@@ -166,7 +169,7 @@ class Recorder:
                 at.POINTER: run.tiles,
                 at.SECOND_POINTER: weight.bias + 4 * run.first_output if weight.bias else 0,
                 at.BARRIER: int(index == len(weight.runs) - 1),
-                at.CODING: codings[index],
+                at.WIDE: self._wide_at(coded[codings[index]]),
             }
             self._emit(at.LINEAR, {at.IN: coded[codings[index]], at.OUT: target}, fields)
         return out
@@ -321,8 +324,17 @@ class Recorder:
             maker = self._instructions[-1].fields
         maker[at.QUANTIZED], maker[at.QUANTIZED_STRIDE] = coded.value, stride
         maker[at.CODING] = coding
+        if coding == CODES:
+            widths = Widths.of(groups, self._shares[value.domain])
+            self._widths[coded.value] = widths
+            maker[at.WIDE], maker[at.NOISE] = address(widths.wide), address(widths.noise)
         self._quantized[x, coding] = coded.value
         return coded
+
+    def _wide_at(self, coded: Activation) -> int:
+        """Where it stands which groups are wide; 0: they are not CODES."""
+        widths = self._widths.get(coded.value)
+        return address(widths.wide) if widths else 0
 
     # --- the program ------------------------------------------------------------
 
@@ -350,6 +362,7 @@ class Recorder:
             scratch_row=widest,
             attention=self._attention,
             num_barriers=int((operations[:, at.BARRIER] != 0).sum()),
+            widths=tuple(self._widths.values()),
             keep=tuple(self._keep),
         )
 
