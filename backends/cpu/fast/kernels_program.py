@@ -100,6 +100,21 @@ def run_linear(op, rows, threads, counter, x, out):  # type: ignore[no-untyped-d
 
 
 @fast_kernel
+def slots_of(op, parameters):  # type: ignore[no-untyped-def]
+    """The slots of an operation's KV group, i8 [tokens]."""
+    tokens = parameters[at.NUM_TOKENS]
+    return longs(parameters[at.SLOTS] + op[at.GROUP_INDEX] * tokens * 8, tokens)
+
+
+@fast_kernel
+def next_block(slots, row):  # type: ignore[no-untyped-def]
+    """The first row from `row` on that opens a block of keys: rows of one, written by two threads, share lines."""
+    while 0 < row < len(slots) and slots[row] % LANES != 0 and slots[row] == slots[row - 1] + 1:
+        row += 1
+    return row
+
+
+@fast_kernel
 def run_rope_row(op, parameters, row, q, k, v):  # type: ignore[no-untyped-def]
     """Rotate row `row` of q and k in place and write its keys and values."""
     heads, kv_heads, head_dim, half = op[at.COUNT], op[at.KV_COUNT], op[at.SIZE], op[at.FORM]
@@ -108,8 +123,7 @@ def run_rope_row(op, parameters, row, q, k, v):  # type: ignore[no-untyped-def]
     sines = floats(op[at.SECOND_POINTER] + position * half * 4, half)
     rotate_row(q, cosines, sines, half, heads, head_dim)
     rotate_row(k, cosines, sines, half, kv_heads, head_dim)
-    slots_at = parameters[at.SLOTS] + op[at.GROUP_INDEX] * parameters[at.NUM_TOKENS] * 8
-    slot = longs(slots_at, row + 1)[row]
+    slot = slots_of(op, parameters)[row]
     block_size = parameters[at.BLOCK_SIZE]
     per_page = block_size // LANES
     page, inside = slot // block_size, slot % block_size
@@ -189,7 +203,11 @@ def run_rows(op, parameters, rows, threads, counter, places, scratch):  # type: 
         first = atomic_add(counter, chunk)
         if first >= rows:
             break
-        for row in range(first, min(rows, first + chunk)):
+        end = min(rows, first + chunk)
+        if op[at.CODE] == at.ROPE:
+            slots = slots_of(op, parameters)
+            first, end = next_block(slots, first), next_block(slots, end)
+        for row in range(first, end):
             source = x + row * op[at.IN_STRIDE]
             target = out + row * op[at.OUT_STRIDE]
             beside = aux + row * op[at.AUX_STRIDE]
