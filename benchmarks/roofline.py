@@ -29,7 +29,7 @@ READ_BYTES = 256 << 20
 """Per thread: far more than any last-level cache here keeps."""
 CACHED_BYTES = 256 << 10
 """Per thread: held by a second-level cache."""
-READS = 8
+READS = 4
 """Times that all of it is read in a round, so that threads which begin apart are together for most of it."""
 ROUNDS = 7
 CHAINS, PER_CHAIN = 8, 8
@@ -99,28 +99,41 @@ def run_floats(count: int, address: int) -> None:
     float_chains(count, address)
 
 
-def best_seconds(call: Callable[[int], object], threads: int, rounds: int = ROUNDS) -> float:
+def best_seconds(
+    call: Callable[[int], object], threads: int, rounds: int = ROUNDS, *, together: bool = False
+) -> float:
     """Return the best time of the slowest of `threads` that run `call(index)`, started together.
 
-    Core time: what other processes take of a core is left out, what they take of the memory is not.
+    Core time, which leaves out what other processes take of a core; or with `together` from the first start
+    to the last end, since two that take turns on a core do not share the memory.
     """
     found = []
     for _ in range(rounds + 1):
         gate = threading.Barrier(threads)
-        spent = [0.0] * threads
+        clock = time.perf_counter if together else time.thread_time
+        times = [(0.0, 0.0)] * threads
 
-        def work(index: int, gate: threading.Barrier = gate, spent: list[float] = spent) -> None:
+        def work(
+            index: int,
+            gate: threading.Barrier = gate,
+            times: list[tuple[float, float]] = times,
+            clock: Callable[[], float] = clock,
+        ) -> None:
             gate.wait()
-            start = time.thread_time()
+            start = clock()
             call(index)
-            spent[index] = time.thread_time() - start
+            times[index] = start, clock()
 
         workers = [threading.Thread(target=work, args=(index,)) for index in range(threads)]
         for worker in workers:
             worker.start()
         for worker in workers:
             worker.join()
-        found.append(max(spent))
+        starts, ends = zip(*times, strict=True)
+        if together:
+            found.append(max(ends) - min(starts))
+        else:
+            found.append(max(end - start for start, end in times))
     return min(found[1:])
 
 
@@ -128,7 +141,7 @@ def read_bandwidth(threads: int, part_bytes: int = READ_BYTES) -> float:
     """Return bytes per second that `threads` read together, `part_bytes` each over and over."""
     repeats = READS * (READ_BYTES // part_bytes)
     parts = [np.ones(part_bytes // 8, np.int64) for _ in range(threads)]
-    seconds = best_seconds(lambda index: sum_words(parts[index], repeats), threads)
+    seconds = best_seconds(lambda index: sum_words(parts[index], repeats), threads, together=True)
     return threads * part_bytes * repeats / seconds
 
 

@@ -46,6 +46,7 @@ def settings_for(
         block_size=block_size,
         max_model_len=MAX_POSITIONS,
         kv_dtype=kv_dtype,
+        activations="precise",
     )
 
 

@@ -112,7 +112,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     deterministic: bool = False
     """Results depend on nothing else in the batch, bit for bit; slower only where a path is not so anyway."""
     activations: Literal["mixed", "precise", "int8"] = "mixed"
-    """Backend cpu, what meets integer weights: 15 bits (precise), 8 (int8: faster for many rows, less exact), or 15 where it matters."""
+    """Backend cpu, bits of what meets integer weights: 15, 8 (faster for many rows), or 15 where it matters."""
 
 
 class PoliciesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -13,15 +13,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp
 import anyio
 import msgspec
 
+from headrace.load.exchange import ExchangeFailed, Target, post
 from headrace.load.plan import LoadPlan, PlannedRequest, plan_requests
 from headrace.load.report import LoadReport, RequestOutcome
 
-_IDLE_SECONDS = 600.0
-"""A server that says nothing for so long has failed the request."""
+_SHOWN_BYTES = 200
+"""Of the body of a refusal."""
 
 
 async def run_load(
@@ -36,16 +36,9 @@ async def run_load(
     """
     requests = plan_requests(plan) if requests is None else requests
     outcomes = [RequestOutcome() for _ in requests]
-    # A connection a request: some servers end kept-alive ones while the next request is on its way.
-    connector = aiohttp.TCPConnector(limit=0, force_close=True)
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_IDLE_SECONDS, sock_read=_IDLE_SECONDS)
-    headers = {"Authorization": f"Bearer {plan.api_key}"} if plan.api_key else {}
-    async with aiohttp.ClientSession(
-        connector=connector, timeout=timeout, headers=headers
-    ) as session:
-        run = _Run(plan, session, requests, outcomes, report)
-        await (run.closed_loop() if plan.request_rate is None else run.open_loop())
-        wall = time.perf_counter() - run.start
+    run = _Run(plan, requests, outcomes, report)
+    await (run.closed_loop() if plan.request_rate is None else run.open_loop())
+    wall = time.perf_counter() - run.start
     return LoadReport(plan, wall, outcomes, run.started_at)
 
 
@@ -53,13 +46,11 @@ class _Run:
     def __init__(
         self,
         plan: LoadPlan,
-        session: aiohttp.ClientSession,
         requests: Sequence[PlannedRequest],
         outcomes: Sequence[RequestOutcome],
         report: Callable[[int], None],
     ) -> None:
         self._plan = plan
-        self._session = session
         self._requests = requests
         self._outcomes = outcomes
         self._report = report
@@ -67,7 +58,10 @@ class _Run:
         self._bodies = [_body(plan, request) for request in requests]
         base = plan.url.rstrip("/").removesuffix("/v1")
         path = "chat/completions" if plan.endpoint == "chat" else "completions"
-        self._url = f"{base}/v1/{path}"
+        headers = {"Content-Type": "application/json"}
+        if plan.api_key:
+            headers["Authorization"] = f"Bearer {plan.api_key}"
+        self._target = Target.of(f"{base}/v1/{path}", headers)
         self.start, self.started_at = time.perf_counter(), time.monotonic()
 
     async def closed_loop(self) -> None:
@@ -99,18 +93,11 @@ class _Run:
         outcome, stream = self._outcomes[index], _Stream()
         outcome.start_seconds = due - self.start
         outcome.late_seconds = time.perf_counter() - due
-        headers = {"Content-Type": "application/json"}
         try:
-            async with self._session.post(
-                self._url, data=self._bodies[index], headers=headers
-            ) as response:
-                if response.status != 200:
-                    text = (await response.read()).decode("utf-8", "replace")
-                    stream.error = f"HTTP {response.status}: {text[:200]}"
-                else:
-                    async for chunk in response.content.iter_any():
-                        stream.feed(chunk, time.perf_counter())
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            status = await post(self._target, self._bodies[index], stream.take)
+            if status != 200:
+                stream.refuse(status)
+        except (ExchangeFailed, TimeoutError, OSError, ValueError) as error:
             stream.error = stream.error or f"{type(error).__name__}: {error}"
         stream.settle(outcome, due)
         self._finished += 1
@@ -148,8 +135,18 @@ class _Stream:
     error: str | None = None
     _rest: bytes = b""
 
-    def feed(self, chunk: bytes, now: float) -> None:
-        """Take bytes that arrived at `now`. ValueError where an event is no JSON object."""
+    def take(self, status: int, chunk: bytes) -> None:
+        """Take bytes of an answer's body as they come. ValueError where an event is no JSON object."""
+        if status == 200:
+            self._feed(chunk, time.perf_counter())
+            return
+        self._rest = (self._rest + chunk)[:_SHOWN_BYTES]
+
+    def refuse(self, status: int) -> None:
+        """Say that the answer was a refusal, and what stood in it."""
+        self.error = f"HTTP {status}: {self._rest.decode('utf-8', 'replace')}"
+
+    def _feed(self, chunk: bytes, now: float) -> None:
         lines = (self._rest + chunk).split(b"\n")
         self._rest = lines.pop()
         for line in lines:

@@ -131,7 +131,7 @@ def test_an_open_loop_counts_from_when_a_request_was_due() -> None:
         ([TEXT, TEXT, TEXT, ERROR], True, 200, "the engine died"),
         ([ERROR], True, 200, "the engine died"),
         ([TEXT, FLAT_ERROR, "[DONE]"], True, 200, "too long"),
-        ([TEXT, TEXT, LAST], False, 200, "Error"),
+        ([TEXT, TEXT, LAST], False, 200, "ended before the answer did"),
         ([TEXT, TEXT, LAST], True, 200, r"without \[DONE\]"),
         ([TEXT, TEXT, "[DONE]"], True, 200, "without a finish_reason"),
         ([TEXT, BROKEN, "[DONE]"], True, 200, "finish_reason 'error'"),

@@ -4,11 +4,11 @@ A weight is tiles of 16 outputs x 32 inputs, those of the same outputs one after
 inputs. Lane i of a vector is output i; a 32-bit lane of codes holds 4 consecutive inputs, so one
 broadcast of 4 activation bytes meets 16 outputs. Rows are taken 8 at a time: codes are unpacked once.
 
-Activations come in one of two codings. CODES, for weights of whole numbers: whole numbers too, by group of 32
-inputs. Those of a wide group have 15 bits and are kept as two int8 (256 * high + low), or as int16 with AVX2; those
-of a narrow one have 8. A byte per group says which it is (see widths). Behind the codes come records, one per group:
-scale f32, scale * sum f32, and -128 times the sum of the codes, of the first 16 and of the last 16 (i32). BRAIN,
-for weights of bf16: bf16 too, or f32 where the CPU has no products of bf16.
+Activations come in one of two codings. CODES, for weights of whole numbers: whole numbers too, by group of
+32 inputs. Those of a wide group have 15 bits and are kept as two int8 (256 * high + low), or as int16 with
+AVX2; those of a narrow one have 8. A byte per group says which it is (see widths). Behind the codes come
+records, one per group: scale f32, scale * sum f32, and -128 times the sum of the codes, of the first 16 and
+of the last 16 (i32). BRAIN, for weights of bf16: bf16 too, or f32 where the CPU has no products of bf16.
 docs/performance.md has what each costs and what was tried.
 """
 

@@ -108,7 +108,7 @@ def slots_of(op, parameters):  # type: ignore[no-untyped-def]
 
 @fast_kernel
 def next_block(slots, row):  # type: ignore[no-untyped-def]
-    """The first row from `row` on that opens a block of keys: rows of one, written by two threads, share lines."""
+    """The first row from `row` on that opens a block of keys; two threads in one would write the same lines."""
     while 0 < row < len(slots) and slots[row] % LANES != 0 and slots[row] == slots[row - 1] + 1:
         row += 1
     return row

@@ -45,8 +45,8 @@ from __future__ import annotations
 NUM_PARAMETERS = 64
 """STEP_NUMBER: which command this step is, -1 while it is described. NUM_THREADS threads from FIRST_THREAD on
 compute it. SOURCES i32 [T]: the row of DRAWN that a token comes from, or -1. DRAW: the function that the first
-of its threads calls with 0, 1 and DRAW_ARGUMENTS once the logits are there; 0: the caller draws. OBSERVES: not 0
-where one thread computes and what coding activations loses is added up at NOISE."""
+of its threads calls with 0, 1 and DRAW_ARGUMENTS once the logits are there; 0: the caller draws. OBSERVES:
+not 0 where one thread computes and what coding activations loses is added up at NOISE."""
 
 # --- a layer's row in the pool's table: see kv_pool -------------------------------
 LAYER_FIELDS = 3
@@ -109,7 +109,7 @@ LINE_WORDS = 8
 ) = range(27)
 NUM_FIELDS = 27
 """IN, AUX, OUT and QUANTIZED are buffer numbers, -1: none. NUMBER holds the bits of an f32.
-CODING is that of QUANTIZED. WIDE: which groups are wide of QUANTIZED, or of what a product reads (see widths)."""
+CODING is that of QUANTIZED. WIDE: which groups of it, or of what a product reads, are wide (see widths)."""
 
 TOKENS, SAMPLES = 0, 1
 """DOMAIN: how many rows an operation has."""
