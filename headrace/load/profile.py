@@ -42,8 +42,8 @@ CHUNKS = (16, 64, 128, 256, 512)
 REPEATS = 11
 _FEWEST_SAMPLES = 4
 """Of steps, one for each coefficient."""
-_MOST_BESIDE, _STEPS_BESIDE = 4, 4
-"""Sequences of decodes that are measured beside the caller too, and steps of such a measurement."""
+_STEPS_BESIDE = 4
+"""Steps of a measurement beside the caller."""
 
 
 def measure_profile(
@@ -158,9 +158,10 @@ def measure_steps(
             handle.sample()
             handle.result()
             found.append(time.perf_counter() - start)
-            if len(steps) <= _MOST_BESIDE and hasattr(runner, "execute_beside"):
-                if all(len(step.token_ids) == 1 for step in steps):
-                    ahead.append(seconds_beside(cast("BesideRunner", runner), batch))
+            if hasattr(runner, "execute_beside") and all(len(s.token_ids) == 1 for s in steps):
+                beside_caller = cast("BesideRunner", runner)
+                if ahead or beside_caller.runs_beside(len(steps), int(batch.kv_lens[0].sum())):
+                    ahead.append(seconds_beside(beside_caller, batch))
     samples = []
     for steps, found, ahead in zip(shapes, seconds, beside, strict=True):
         counts = [len(step.token_ids) for step in steps]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import time
 import weakref
@@ -14,7 +15,9 @@ import numpy as np
 import pytest
 
 from headrace.backends.batches import SequenceStep, forward_batch, sampling_batch
+from headrace.backends.cpu.fast import layout as at
 from headrace.backends.cpu.fast.beside import MAX_TOKENS, BesideTrial
+from headrace.backends.cpu.fast.cores import Seat
 from headrace.backends.cpu.fast.runner import FastRunner
 from headrace.group import SingleRank
 from headrace.testing.model_driver import open_checkpoint
@@ -106,6 +109,78 @@ def test_steps_ahead_give_what_single_steps_give(
 ) -> None:
     expected = one_by_one(make(1), COLUMNS[columns], 24)
     assert ahead(make(num_threads), COLUMNS[columns], 24) == expected
+
+
+def test_whenever_a_caller_joins_the_numbers_are_the_same(smollm2_gguf: Path) -> None:
+    """The real model: its steps last milliseconds, so that the caller comes at every place of one."""
+    model = open_checkpoint(smollm2_gguf)
+    prompt, count = list(range(300, 330)), 60
+
+    def logits(num_threads: int) -> tuple[list[Any], int]:
+        settings = EngineSettings(num_threads=num_threads, max_model_len=256)
+        runner = FastRunner(model, SingleRank(), settings)
+        runner.allocate(16)
+        found, num_joined = [], 0
+        try:
+            token = int(executed(runner, step(runner, [prompt], [0], {})).token_ids[0])
+            for index in range(count):
+                batch = step(runner, [[token]], [len(prompt) + index], {})
+                if num_threads > 1:
+                    handle: Any = runner.execute_beside(batch)
+                    time.sleep(0.0001 * (index % 40))
+                    result = handle.result()
+                    num_joined += int(handle._step.parameters[at.JOIN]) == 2
+                else:
+                    result = executed(runner, batch)
+                token = int(result.token_ids[0])
+                found.append(runner.last_logits()[0])
+        finally:
+            runner.close()
+        return found, num_joined
+
+    (expected, none), (shared, some) = logits(1), logits(2)
+    assert none == 0 < some
+    np.testing.assert_array_equal(shared, expected)
+
+
+def test_nobody_joins_where_the_other_core_is_taken(make: Make) -> None:
+    runner = make(2)
+    threads = runner._threads
+    assert threads is not None
+    governor = threads._governors_beside.of(2)
+    for _ in range(2):
+        governor.observe(1.0, 10.0)  # disturbed, so that one thread is as good
+    handle = runner.execute_beside(step(runner, [[1], [2]], [5, 3], {}))
+    handle.result()
+    assert handle._step.parameters[at.JOIN] == 0
+
+
+def test_more_workers_than_one_are_not_joined(make: Make) -> None:
+    two, three = make(2), make(3)
+    assert two.runs_beside(16, 5000) and not two.runs_beside(17, 17)
+    assert three.runs_beside(4, 100) and not three.runs_beside(5, 100)
+    handle = three.execute_beside(step(three, [[1], [2]], [5, 3], {}))
+    handle.result()
+    assert handle._step.parameters[at.JOIN] == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="threads cannot be moved here")
+def test_a_thread_leaves_the_core_of_another() -> None:
+    allowed = os.sched_getaffinity(0)
+    if len(allowed) < 2:
+        pytest.skip("one core")
+    here, *others = sorted(allowed)
+    try:
+        os.sched_setaffinity(0, {here})  # sits there now
+        os.sched_setaffinity(0, allowed)
+        seat = Seat()
+        taken = {core for core in allowed if core != others[0]}
+        moved = seat.leave(taken)
+        assert moved and seat._core is not None and seat._core() == others[0]
+        assert os.sched_getaffinity(0) == allowed
+        assert not seat.leave([-1]) and not seat.leave(allowed)
+    finally:
+        os.sched_setaffinity(0, allowed)
 
 
 def test_a_row_may_come_from_any_row_of_the_step_before(make: Make) -> None:
@@ -244,7 +319,7 @@ def test_a_step_is_timed_from_its_launch_however_late_its_caller_comes(
     threads = runner._threads
     assert threads is not None
     monkeypatch.setattr(
-        threads._governor_beside, "observe", lambda share, took: seconds.append(took)
+        threads._governors_beside.of(2), "observe", lambda share, took: seconds.append(took)
     )
     handles = [runner.execute_beside(step(runner, [[1], [2]], [5, 3], {})) for _ in range(2)]
     time.sleep(0.05)

@@ -1,7 +1,9 @@
-"""Which small steps are left to the workers while the host does its part: tried out, since it depends.
+"""Which steps of decodes are left to the workers while the host does its part.
 
-Beside its caller a step has one thread fewer, and in exchange no pause for planning and news between two of
-them. Where memory is what a step waits for, that gains; how much depends on model, context and machine.
+With one worker the host joins it once it has nothing else to do (see ThreadPool.wait): up to
+MAX_SHARED_TOKENS that only gains. With more of them nobody joins: a step has one thread fewer, and in
+exchange no pause for planning and news between two of them. Where memory is what it waits for, that gains;
+how much depends on model, context and machine, so it is tried out.
 """
 
 from __future__ import annotations
@@ -9,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from statistics import median
 
+MAX_SHARED_TOKENS = 16
+"""Larger steps gain little, and who comes new waits for the one that was launched ahead."""
 MAX_TOKENS = 4
 """Larger steps keep all threads: they wait for the vector units."""
 TRIED_STEPS, SKIPPED_STEPS, KEPT_STEPS = 9, 2, 1024

@@ -343,6 +343,14 @@ def yield_core(e: Any) -> None:
     e.call("sched_yield", I32)
 
 
+@routine("int")
+def core_number(e: Any) -> Any:
+    """The core this thread runs on; -1 where that is not known."""
+    if platform.system() != "Linux":
+        return e.integer(-1)
+    return e.builder.sext(e.call("sched_getcpu", I32), I64)
+
+
 @routine()
 def park(e: Any, address: Any, seen: Any) -> None:
     """Sleep while the low half of the int64 at `address` is that of `seen`; may wake early."""

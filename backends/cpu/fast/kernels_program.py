@@ -235,15 +235,51 @@ def place_of(buffers, number, offset):  # type: ignore[no-untyped-def]
     return buffers[number] + offset if number >= 0 else 0
 
 
+@fast_kernel
+def wait_to_join(parameters_at, control):  # type: ignore[no-untyped-def]
+    """Ask a worker that computes alone to share the rest; return whether it will: else the step is done."""
+    wish, done = parameters_at + at.JOIN * 8, control + at.DONE * CONTROL_WORD
+    number = atomic_load(parameters_at + at.STEP_NUMBER * 8)
+    atomic_add(wish, 1)
+    spins = 0
+    while atomic_load(wish) < 2:
+        if atomic_load(done) > number:
+            return False
+        spins += 1
+        if spins > SPINS:
+            yield_core()
+        else:
+            pause()
+    return True
+
+
+@fast_kernel
+def let_join(parameters_at, control, index):  # type: ignore[no-untyped-def]
+    """Share what comes from operation `index` on with a thread that asked; return how many there are then."""
+    wish = parameters_at + at.JOIN * 8
+    if atomic_load(wish) != 1:
+        return 1
+    parameters = longs(parameters_at, at.NUM_PARAMETERS)
+    parameters[at.JOINED_AT] = index
+    parameters[at.JOINED_BASE] = atomic_load(control + at.ARRIVED * CONTROL_WORD)
+    atomic_add(wish, 1)
+    return 2
+
+
 @inlined_kernel
-def run_program(tid, parameters, control):  # type: ignore[no-untyped-def]
-    """Walk the program as thread `tid`."""
+def run_program(tid, parameters_at, control, joins):  # type: ignore[no-untyped-def]
+    """Walk the program as thread `tid`; with `joins`, what a worker has not begun yet."""
+    parameters = longs(parameters_at, at.NUM_PARAMETERS)
     threads, count = parameters[at.NUM_THREADS], parameters[at.NUM_OPERATIONS]
-    target = parameters[at.BARRIER_BASE]
+    target, index = parameters[at.BARRIER_BASE], 0
+    if joins:
+        if not wait_to_join(parameters_at, control):
+            return
+        threads, target, index = 2, parameters[at.JOINED_BASE], parameters[at.JOINED_AT]
     buffers = longs(parameters[at.BUFFERS], 1 << 10)
     scratch = parameters[at.SCRATCH] + tid * parameters[at.SCRATCH_BYTES]
     profile = parameters[at.PROFILE]
-    for index in range(count):
+    while index < count:
         started = own_nanoseconds() if profile != 0 else 0
         op = longs(parameters[at.PROGRAM] + index * at.NUM_FIELDS * 8, at.NUM_FIELDS)
         rows = parameters[at.NUM_SAMPLES if op[at.DOMAIN] == at.SAMPLES else at.NUM_TOKENS]
@@ -267,14 +303,18 @@ def run_program(tid, parameters, control):  # type: ignore[no-untyped-def]
             spent = longs(profile + (tid * count + index) * 16, 2)
             spent[0] += finished - started
             spent[1] += own_nanoseconds() - finished
+        index += 1
+        if threads == 1 and let_join(parameters_at, control, index) > 1:
+            threads, target = 2, parameters[at.JOINED_BASE]
 
 
 @inlined_kernel
-def run_step(tid, parameters, control):  # type: ignore[no-untyped-def]
+def run_step(tid, parameters_at, control, joins):  # type: ignore[no-untyped-def]
     """Compute a step as thread `tid`, once the step before it is drawn; the first of its threads draws it.
 
     Behind the last barrier only the first thread may look at `parameters`: another step may be described there.
     """
+    parameters = longs(parameters_at, at.NUM_PARAMETERS)
     done = control + at.DONE * CONTROL_WORD
     is_first = tid == parameters[at.FIRST_THREAD]
     spins = 0
@@ -284,7 +324,7 @@ def run_step(tid, parameters, control):  # type: ignore[no-untyped-def]
             yield_core()
         else:
             pause()
-    run_program(tid, parameters, control)
+    run_program(tid, parameters_at, control, joins)
     if is_first:
         if parameters[at.DRAW] != 0:
             call_at(parameters[at.DRAW], 0, 1, parameters[at.DRAW_ARGUMENTS])

@@ -11,6 +11,7 @@ from headrace.backends.cpu.fast.compiled import fast_kernel
 from headrace.backends.cpu.fast.intrinsics import (
     atomic_add,
     atomic_load,
+    core_number,
     now_nanoseconds,
     park,
     pause,
@@ -76,9 +77,16 @@ def takes_part(parameters_at, number, tid):  # type: ignore[no-untyped-def]
 
 
 @fast_kernel
-def enter(tid, control, parameters_at):  # type: ignore[no-untyped-def]
-    """Thread 0: post a step and take part in it. Others: take the commands in order until told to stop."""
-    if tid == 0:
+def note_core(control, tid):  # type: ignore[no-untyped-def]
+    """Write down where this thread runs."""
+    longs(control + (at.CORE + tid * at.LINE_WORDS) * CONTROL_WORD, 1)[0] = core_number() + 1
+
+
+@fast_kernel
+def enter(tid, control, parameters_at, joins):  # type: ignore[no-untyped-def]
+    """Thread 0: post a step and take part in it, or with `joins` in what is left of one that a worker computes.
+    Others: take the commands in order until told to stop."""
+    if tid == 0 and not joins:
         post(control, parameters_at)
     number = 0
     while True:
@@ -86,20 +94,25 @@ def enter(tid, control, parameters_at):  # type: ignore[no-untyped-def]
             wait_for_command(control, number)
             if atomic_load(control + at.STOP * CONTROL_WORD) != 0:
                 return
+            note_core(control, tid)
             parameters_at = atomic_load(control + (at.QUEUE + number % 2) * CONTROL_WORD)
         if tid == 0 or takes_part(parameters_at, number, tid):
-            run_step(tid, longs(parameters_at, at.NUM_PARAMETERS), control)
+            run_step(tid, parameters_at, control, joins)
         if tid == 0:
             return
         number += 1
 
 
 @fast_kernel
-def wait_until_done(control, parameters_at):  # type: ignore[no-untyped-def]
-    """Sleep until a posted step is done."""
+def wait_until_done(control, parameters_at, spins_before):  # type: ignore[no-untyped-def]
+    """Return when a posted step is done: spin, then sleep."""
     number = longs(parameters_at, at.NUM_PARAMETERS)[at.STEP_NUMBER]
     done = control + at.DONE * CONTROL_WORD
     waiting = control + at.WAITING * CONTROL_WORD
+    spins = spins_before
+    while spins > 0 and atomic_load(done) <= number:
+        spins -= 1
+        pause()
     while atomic_load(done) <= number:
         seen = atomic_load(done)
         atomic_add(waiting, 1)

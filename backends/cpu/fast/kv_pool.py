@@ -95,12 +95,9 @@ class FastKVPool:
             table[number] = address(layer.runs), layer.runs.strides[0], shift
         return table
 
-    def note_use(self, block: int) -> bool:
-        """Note that a step writes a block: `prepare` stays ahead of the highest. Return whether that is it."""
-        is_highest = block > self._most_used
-        if is_highest:
-            self._most_used = block
-        return is_highest
+    def note_use(self, block: int) -> None:
+        """Note that a step writes a block: `prepare` stays ahead of the highest."""
+        self._most_used = max(self._most_used, block)
 
     def forget_use(self) -> None:
         """Forget what was noted: it was a trial."""

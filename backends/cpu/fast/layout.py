@@ -41,12 +41,17 @@ from __future__ import annotations
     DRAW,
     DRAW_ARGUMENTS,
     OBSERVES,
-) = range(34)
+    JOIN,
+    JOINED_AT,
+    JOINED_BASE,
+) = range(37)
 NUM_PARAMETERS = 64
 """STEP_NUMBER: which command this step is, -1 while it is described. NUM_THREADS threads from FIRST_THREAD on
 compute it. SOURCES i32 [T]: the row of DRAWN that a token comes from, or -1. DRAW: the function that the first
 of its threads calls with 0, 1 and DRAW_ARGUMENTS once the logits are there; 0: the caller draws. OBSERVES:
-not 0 where one thread computes and what coding activations loses is added up at NOISE."""
+not 0 where one thread computes and what coding activations loses is added up at NOISE. JOIN: 0; 1 once thread 0
+wants to take part in a step that a worker computes alone; 2 when it may, from operation JOINED_AT on, with
+barriers that count from JOINED_BASE."""
 
 # --- a layer's row in the pool's table: see kv_pool -------------------------------
 LAYER_FIELDS = 3
@@ -73,8 +78,8 @@ their sums lie, in bytes, and ARRIVAL the line that counts who is done, both for
 COMMAND, PARKED, STOP, ARRIVED, DONE, WAITING, QUEUE = range(0, 56, 8)
 """COMMAND counts the steps posted, DONE those computed and drawn; QUEUE says where the last two are described.
 PARKED workers sleep until there is a command, WAITING callers until a step is done."""
-LONG_WAITS = 56
-"""One line per thread: nanoseconds in barriers after the spin."""
+LONG_WAITS, CORE = 56, 57
+"""One line per thread: nanoseconds in barriers after the spin; 1 more than the core of its last step."""
 LINE_WORDS = 8
 
 # --- an operation -----------------------------------------------------------------

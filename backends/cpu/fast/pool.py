@@ -16,6 +16,8 @@ import numpy as np
 
 from headrace.backends.cpu.fast import layout as at
 from headrace.backends.cpu.fast.arena import address
+from headrace.backends.cpu.fast.cores import Seat
+from headrace.backends.cpu.fast.kernels_program import SPINS
 from headrace.backends.cpu.fast.kernels_threads import enter, post, stop, wait_until_done
 
 if TYPE_CHECKING:
@@ -109,15 +111,19 @@ class ThreadGovernors:
 class ThreadPool:
     """Computes steps in the order in which they come. Used by one thread at a time; `close` ends the workers.
 
-    `run` takes part in a step. `launch` leaves one to the workers; at most two of those are under way.
+    `run` takes part in a step. `launch` leaves one to the workers; at most two of those are under way. Who
+    waits for one that a single worker computes takes a share of what is left.
     """
 
     def __init__(self, num_threads: int, steps: Sequence[StepMemory]) -> None:
         """`steps`: all that will ever be given; the first describes a step of no operations as yet."""
         self._control = np.zeros(CONTROL_WORDS, np.int64)
         self._num_threads = num_threads
+        self._seat = Seat()
         self._governors = ThreadGovernors(num_threads)
-        self._governor_beside = ThreadGovernor(num_threads - 1)
+        self.can_join = num_threads == 2
+        """A caller can share what is left of a step with a worker that has begun it alone."""
+        self._governors_beside = ThreadGovernors(num_threads if self.can_join else num_threads - 1)
         self._num_arrivals = 0
         self._waited = np.zeros(num_threads, np.int64)
         """Nanoseconds each thread had waited in barriers when the last step was done."""
@@ -143,6 +149,8 @@ class ThreadPool:
         self.wait_for_all()
         governor = self._governors.of(int(step.parameters[at.NUM_TOKENS]))
         threads = governor.num_threads()
+        if threads > 1:
+            self._leave_workers()
         started = time.perf_counter_ns()
         self._enter(step, threads)
         self._observe(governor, time.perf_counter_ns() - started)
@@ -157,7 +165,8 @@ class ThreadPool:
         """Leave a described step to the workers, behind the one that may be under way."""
         assert self._workers, "a thread of its own computes the step"
         assert len(self._under_way) < 2, "whoever described a third one waited for the first"
-        self._describe(step, 1, self._governor_beside.num_threads())
+        governor = self._governors_beside.of(int(step.parameters[at.NUM_TOKENS]))
+        self._describe(step, 1, 1 if self.can_join else governor.num_threads())
         if not self._under_way:
             self._under_way_since = time.perf_counter_ns()
         self._under_way.append(step)
@@ -167,9 +176,15 @@ class ThreadPool:
         """Return when a launched step is done."""
         while step in self._under_way:
             first = self._under_way.popleft()
-            wait_until_done(address(self._control), address(first.parameters))
+            governor = self._governors_beside.of(int(first.parameters[at.NUM_TOKENS]))
+            places = address(self._control), address(first.parameters)
+            joins = self.can_join and governor.num_threads() > 1
+            if joins:
+                self._leave_workers()
+                enter(0, *places, True)
+            wait_until_done(*places, SPINS if joins else 0)
             started, self._under_way_since = self._under_way_since, time.perf_counter_ns()
-            self._observe(self._governor_beside, self._under_way_since - started)
+            self._observe(governor, self._under_way_since - started)
 
     def wait_for_all(self) -> None:
         """Return when nothing is under way."""
@@ -193,13 +208,20 @@ class ThreadPool:
         """Say who computes a step. Barriers count arrivals from the beginning on."""
         parameters = step.parameters
         parameters[at.FIRST_THREAD], parameters[at.NUM_THREADS] = first_thread, num_threads
+        if not self._under_way:
+            self._num_arrivals = int(self._control[at.ARRIVED])
         parameters[at.BARRIER_BASE] = self._num_arrivals
         if num_threads > 1:
             self._num_arrivals += num_threads * step.num_barriers
 
     def _enter(self, step: StepMemory, num_threads: int) -> None:
         self._describe(step, 0, num_threads)
-        enter(0, address(self._control), address(step.parameters))
+        enter(0, address(self._control), address(step.parameters), False)
+
+    def _leave_workers(self) -> None:
+        """Have the calling thread compute where no worker does."""
+        cores = self._control[at.CORE + at.LINE_WORDS :: at.LINE_WORDS][: self._num_threads - 1]
+        self._seat.leave((cores - 1).tolist())
 
     def _observe(self, governor: ThreadGovernor, nanoseconds: int) -> None:
         lines = self._control[at.LONG_WAITS :: at.LINE_WORDS][: self._num_threads]
@@ -210,5 +232,5 @@ class ThreadPool:
 
 def _serve(index: int, control: NDArray[np.int64], steps: Sequence[StepMemory]) -> None:
     """What a worker looks at lives as long as it does, also where nobody closes the pool."""
-    enter(index, address(control), 0)
+    enter(index, address(control), 0, False)
     del steps

@@ -15,7 +15,7 @@ import numpy as np
 from headrace.backends.cpu.draw import Draw
 from headrace.backends.cpu.fast import layout as at
 from headrace.backends.cpu.fast.arena import address
-from headrace.backends.cpu.fast.beside import BesideTrial
+from headrace.backends.cpu.fast.beside import MAX_SHARED_TOKENS, BesideTrial
 from headrace.backends.cpu.fast.first_start import FirstStart
 from headrace.backends.cpu.fast.intrinsics import LANES
 from headrace.backends.cpu.fast.kernels_product import GROUP
@@ -129,8 +129,6 @@ class FastRunner:
         self._is_closed = False
         self._pool: FastKVPool | None = None
         self._preparer: PagePreparer | None = None
-        self._is_growing = False
-        """Whether the last step described wrote a higher block than any before."""
         self._num_blocks = 0
         self._sampler = FastSampler(settings.num_threads)
         self._trial = BesideTrial()
@@ -230,6 +228,8 @@ class FastRunner:
 
     def runs_beside(self, num_tokens: int, num_kv_rows: int) -> bool:
         """Whether such a step is better left to the workers: see headrace.backends.cpu.fast.beside."""
+        if self._computing().can_join:
+            return num_tokens <= MAX_SHARED_TOKENS
         return self._settings.num_threads > 1 and self._trial.allows(num_tokens, num_kv_rows)
 
     def execute_beside(self, batch: ForwardBatch) -> BesideHandle:
@@ -238,9 +238,8 @@ class FastRunner:
         step = self._describe(batch)
         draw = self._sampler.prepare(self._logits(), batch.sampling)
         step.draw_with(self._sampler.address, draw.native(), draw)
+        self._pages().pause()
         threads.launch(step)
-        if self._is_growing:
-            self._pages().allow()
         return BesideHandle(threads, step, draw, note)
 
     def _noting(self, batch: ForwardBatch, *, beside: bool) -> Callable[[], None]:
@@ -268,7 +267,7 @@ class FastRunner:
             self._computing().wait_for_all()
             self._buffers.resize(rows)
         highest = int(batch.slots.max()) // self._settings.block_size
-        self._is_growing = self._kv().note_use(highest)
+        self._kv().note_use(highest)
         step.describe(batch, self._sampler.drawn)
         self._steps.reverse()
         return step

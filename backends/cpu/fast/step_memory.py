@@ -127,7 +127,7 @@ class StepMemory:
         parameters[at.NUM_SAMPLES] = len(batch.sample_rows)
         parameters[at.NUM_SEQUENCES] = num_sequences
         parameters[at.TABLE_WIDTH] = batch.block_tables.shape[2]
-        parameters[at.DRAW] = 0
+        parameters[at.DRAW] = parameters[at.JOIN] = 0
 
     def draw_with(self, function: int, arguments: NDArray[np.int64], keep: object) -> None:
         """Have the step draw too: see layout's DRAW."""
