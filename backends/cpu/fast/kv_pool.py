@@ -10,6 +10,7 @@ long again) and yet grows with the blocks that are written: by a span, not by a 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -35,7 +36,7 @@ SPAN_BYTES = 8 << 20
 MAX_SPAN_BLOCKS = 64
 AHEAD_BYTES = 128 << 20
 """What is made resident of a group beyond the highest block written, while there is nothing else to do."""
-_PIECE_BYTES = 2 << 20
+PIECE_BYTES = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,7 @@ class FastKVPool:
         self.block_size = block_size
         self.form = form
         self._most_used = 0
+        self._preparing = threading.Lock()
         self._resident: list[int] = []
         """Per group, how many of its bytes `prepare` has made resident."""
         self._groups: list[NDArray[np.uint8]] = []
@@ -95,29 +97,44 @@ class FastKVPool:
             table[number] = address(layer.runs), layer.runs.strides[0], shift
         return table
 
-    def note_use(self, block: int) -> None:
-        """Note that a step writes a block: `prepare` stays ahead of the highest."""
+    def note_use(self, block: int) -> int:
+        """Note that a step writes a block: `prepare` stays ahead of the highest.
+
+        Return how many bytes up to there are not resident yet, as far as is known here.
+        """
         self._most_used = max(self._most_used, block)
+        return sum(self._missing(number, 0) for number in range(len(self._groups)))
 
     def forget_use(self) -> None:
         """Forget what was noted: it was a trial."""
         self._most_used = 0
 
-    def prepare(self) -> bool:
+    def prepare(self, *, ahead: bool = True) -> bool:
         """Make a piece of memory resident that steps will write next; False: nothing is left to do.
+
+        `ahead`: beyond the highest block too. Two threads may call it at once: each has a piece of its own.
 
         The first write to a page has the system find and clear one, and under a hypervisor the host as
         well: 2.5 ms a megabyte on a virtual machine, which was a tenth of a prompt's time.
         """
+        ahead_bytes = AHEAD_BYTES if ahead else 0
         for number, memory in enumerate(self._groups):
-            per_span, done = memory[0].nbytes, self._resident[number]
-            used = (self._most_used // memory.shape[3] + 1) * per_span
-            if done < min(memory.nbytes, used + AHEAD_BYTES):
-                piece = memory.reshape(-1)[done : done + _PIECE_BYTES]
-                can_be_asked = make_resident(piece)
-                self._resident[number] = done + piece.nbytes if can_be_asked else memory.nbytes
-                return True
+            with self._preparing:
+                if not self._missing(number, ahead_bytes):
+                    continue
+                done = self._resident[number]
+                piece = memory.reshape(-1)[done : done + PIECE_BYTES]
+                self._resident[number] += piece.nbytes
+            if not make_resident(piece):
+                self._resident[number] = memory.nbytes
+            return True
         return False
+
+    def _missing(self, number: int, ahead_bytes: int) -> int:
+        """How many bytes of a group are not resident, up to so many behind its highest block."""
+        memory = self._groups[number]
+        used = (self._most_used // memory.shape[3] + 1) * memory[0].nbytes
+        return max(0, min(memory.nbytes, used + ahead_bytes) - self._resident[number])
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks (source, target) byte for byte."""

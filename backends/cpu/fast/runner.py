@@ -19,7 +19,7 @@ from headrace.backends.cpu.fast.beside import MAX_SHARED_TOKENS, BesideTrial
 from headrace.backends.cpu.fast.first_start import FirstStart
 from headrace.backends.cpu.fast.intrinsics import LANES
 from headrace.backends.cpu.fast.kernels_product import GROUP
-from headrace.backends.cpu.fast.kv_pool import FORMS, FastKVPool, bytes_per_block
+from headrace.backends.cpu.fast.kv_pool import FORMS, PIECE_BYTES, FastKVPool, bytes_per_block
 from headrace.backends.cpu.fast.packing import SCHEMES, UnsupportedModel
 from headrace.backends.cpu.fast.pages import PagePreparer
 from headrace.backends.cpu.fast.pool import ThreadPool
@@ -267,10 +267,24 @@ class FastRunner:
             self._computing().wait_for_all()
             self._buffers.resize(rows)
         highest = int(batch.slots.max()) // self._settings.block_size
-        self._kv().note_use(highest)
+        missing = self._kv().note_use(highest)
+        if missing:
+            self._make_resident(missing)
         step.describe(batch, self._sampler.drawn)
         self._steps.reverse()
         return step
+
+    def _make_resident(self, num_bytes: int) -> None:
+        """Have the pages exist that a step writes, by two threads where they are several.
+
+        Left to the threads that compute, both would come to a new huge page together, each clear one, and one
+        would be thrown away.
+        """
+        if num_bytes > PIECE_BYTES and self._settings.num_threads > 1:
+            self._pages().allow()
+        while self._kv().prepare(ahead=False):
+            pass
+        self._pages().pause()
 
     def _logits(self) -> tuple[int, int, int]:
         return (*self._buffers.logits(), self._vocab_size)
