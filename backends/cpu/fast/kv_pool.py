@@ -134,7 +134,7 @@ class FastKVPool:
         """How many bytes of a group are not resident, up to so many behind its highest block."""
         memory = self._groups[number]
         used = (self._most_used // memory.shape[3] + 1) * memory[0].nbytes
-        return max(0, min(memory.nbytes, used + ahead_bytes) - self._resident[number])
+        return max(0, int(min(memory.nbytes, used + ahead_bytes)) - self._resident[number])
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks (source, target) byte for byte."""
