@@ -198,18 +198,22 @@ class DecoderArchitecture:
         eps = self.config.rms_norm_eps
         residual = ops.embed(weights.embedding, step, self.config.embed_scale)
         x = ops.rms_norm(residual, weights.layers[0].norm_before_attention, eps)
+        last = len(weights.layers) - 1
         for index, layer in enumerate(weights.layers):
-            x = self._attend(ops, group, layer, index, x, step)
+            x = self._attend(ops, layer, index, x, step)
+            if index == last:  # from here on nobody reads the other rows
+                x, residual = ops.take_rows(x, step), ops.take_rows(residual, step)
+            x = group.all_reduce(ops.linear(x, layer.output))
+            if layer.norm_after_attention is not None:
+                x = ops.rms_norm(x, layer.norm_after_attention, eps)
             x, residual = ops.add_rms_norm(x, residual, layer.norm_before_mlp, eps)
             x = self._feed_forward(ops, group, layer, x)
             x, residual = ops.add_rms_norm(x, residual, weights.norms_after_layer[index], eps)
-        logits = ops.linear(ops.take_rows(x, step), weights.head)
+        logits = ops.linear(x, weights.head)
         cap = self.config.final_softcap
         return logits if cap is None else ops.soft_cap(logits, cap)
 
-    def _attend(
-        self, ops: Ops, group: Group, layer: LayerWeights, index: int, x: Any, step: Any
-    ) -> Any:
+    def _attend(self, ops: Ops, layer: LayerWeights, index: int, x: Any, step: Any) -> Any:
         spec, eps = layer.attention, self.config.rms_norm_eps
         kv_size = spec.num_kv_heads * spec.head_dim
         sizes = (spec.num_heads * spec.head_dim, kv_size, kv_size)
@@ -218,11 +222,7 @@ class DecoderArchitecture:
             q = ops.rms_norm(q, layer.query_norm, eps, spec.num_heads)
             k = ops.rms_norm(k, layer.key_norm, eps, spec.num_kv_heads)
         q = ops.rope_write_kv(q, k, v, layer.rope, index, step)
-        x = ops.linear(ops.paged_attention(q, index, spec, step), layer.output)
-        x = group.all_reduce(x)
-        if layer.norm_after_attention is not None:
-            x = ops.rms_norm(x, layer.norm_after_attention, eps)
-        return x
+        return ops.paged_attention(q, index, spec, step)
 
     def _feed_forward(self, ops: Ops, group: Group, layer: LayerWeights, x: Any) -> Any:
         gated = ops.linear(x, layer.gate_up)
