@@ -1,12 +1,13 @@
 """Each operation of the CPU backend against its roofline: what it takes and what the machine could at best.
 
-python benchmarks/kernels.py MODEL [--path fast|reference|both] [--cases decode-1,prefill-120] [--products 2]
+python benchmarks/kernels.py MODEL [--path fast|reference|both] [--cases decode-1,prefill-120]
+    [--activations mixed|precise|int8]
 
-An operation cannot be faster than its bytes at the measured read bandwidth, nor than its multiplications at the
-measured rate; the share is the larger of the two over the time it took. Weights and the KV pool are read from
-memory, activations from the second-level cache. `--products` is how many integer products one multiplication of
-the fast path costs: 2 of bytes, or 1 of 16-bit numbers. Times are of both threads together (core time), best of
-the rounds.
+An operation cannot be faster than its bytes at the measured read bandwidth, nor than its multiplications at
+the measured rate; the share is the larger of the two over the time it took. Weights and the KV pool are read
+from memory, activations from the second-level cache. A multiplication of the fast path costs as many integer
+products as its activations have parts: of bytes one, or two where they are wide. Times are of both threads
+together (core time), best of the rounds.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from __future__ import annotations
 import argparse
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ from cpu_step import CONTEXT, decode, load, prefill, run
 from roofline import CACHED_BYTES, RATES, multiplications, read_bandwidth
 
 from headrace.backends.cpu.backend import CpuBackend
-from headrace.backends.cpu.fast.kernels_product import PLAIN, WIDE_IS_SHORT
+from headrace.backends.cpu.fast import layout as at
+from headrace.backends.cpu.fast.kernels_product import GROUP, PLAIN, WIDE_IS_SHORT
+from headrace.backends.cpu.fast.widths import SHARES, Widths
 from headrace.backends.cpu.ops import CpuOps
 from headrace.backends.runner import OpsRunner
 from headrace.clock import SystemClock
@@ -60,29 +63,46 @@ class Work:
     memory_bytes: float = 0.0
     cache_bytes: float = 0.0
     multiplications: float = 0.0
+    """In units of what `rate` counts."""
     rate: str = "integer"
 
-    def seconds(self, machine: Machine, products: int) -> tuple[float, str]:
+    def seconds(self, machine: Machine) -> tuple[float, str]:
         """Return the least wall time it can take, and what bounds it."""
         times = {
             "memory": self.memory_bytes / machine.memory,
             "cache": self.cache_bytes / machine.cache,
             "arithmetic": self.multiplications
-            * (products / machine.integer if self.rate == "integer" else 1 / machine.attention),
+            / (machine.integer if self.rate == "integer" else machine.attention),
         }
         name = max(times, key=lambda key: times[key])
         return times[name], name
 
 
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A weight that the forward multiplies by."""
+
+    weight: Any
+    is_sampled: bool
+    """Its rows are samples, not tokens."""
+    cost: float
+    """Integer products per multiplication."""
+
+
 @contextmanager
-def noted_weights(held: list[Any]) -> Iterator[None]:
-    """Collect the weights that the fast path multiplies by, in the order of the forward."""
+def noted_products(held: list[Product], activations: str) -> Iterator[None]:
+    """Collect what the fast path multiplies by, in the order of the forward."""
     from headrace.backends.cpu.fast.recorder import Recorder
 
     linear = Recorder.linear
 
     def noted(self: Any, x: Any, weight: Any) -> Any:
-        held.append(weight)
+        domain = self._values[x.value].domain
+        groups = weight.in_size // GROUP
+        wide = Widths.of(groups, SHARES[activations][domain]).num_wide / groups
+        narrow_cost, wide_cost = (0.5, 1) if WIDE_IS_SHORT else (1, 2)
+        cost = wide * wide_cost + (1 - wide) * narrow_cost
+        held.append(Product(weight, domain == at.SAMPLES, cost))
         return linear(self, x, weight)
 
     Recorder.linear = noted  # type: ignore[method-assign]
@@ -92,24 +112,26 @@ def noted_weights(held: list[Any]) -> Iterator[None]:
         Recorder.linear = linear  # type: ignore[method-assign]
 
 
-def work_of(model: LoadedModel, weights: list[Any], batch: ForwardBatch) -> dict[str, Work]:
+def work_of(
+    model: LoadedModel, products: Sequence[Product], batch: ForwardBatch
+) -> dict[str, Work]:
     """Return the work of each kind of operation, by the fast path's names."""
     rows, samples = len(batch.token_ids), len(batch.sample_rows)
     found: dict[str, Work] = defaultdict(Work)
-    hidden = weights[0].in_size
-    head = weights[-1]
-    for weight in weights:
+    hidden, head = products[0].weight.in_size, products[-1].weight
+    for product in products:
+        weight, used = product.weight, samples if product.is_sampled else rows
         columns = sum(run.num_columns for run in weight.runs)
-        used = samples if weight is head else rows
         for part in weight.runs:
             work = found[f"linear {weight.in_size} x {part.num_columns * 16}"]
             work.memory_bytes += weight.num_bytes * part.num_columns / columns
-            work.multiplications += used * weight.in_size * part.num_columns * 16
+            cost = 1 if part.form == PLAIN else product.cost
+            work.multiplications += cost * used * weight.in_size * part.num_columns * 16
             work.rate = "attention" if part.form == PLAIN else "integer"
     lengths, starts = batch.kv_lens[0], batch.query_starts
     attention = found["attention"]
     attention.rate = "attention"
-    of_heads = weights[1].in_size  # what the first layer's output product reads: all heads
+    of_heads = products[1].weight.in_size  # what the first layer's output product reads: all heads
     for group in model.architecture.kv_groups():
         row_bytes = 2 * 2 * group.num_kv_heads * group.head_dim
         for sequence, length in enumerate(lengths):
@@ -124,7 +146,7 @@ def work_of(model: LoadedModel, weights: list[Any], batch: ForwardBatch) -> dict
             pairs = sum(min(before + place + 1, seen) for place in range(count))
             attention.multiplications += 2 * len(group.layers) * pairs * of_heads
     layers = sum(len(group.layers) for group in model.architecture.kv_groups())
-    inner = max(weight.in_size for weight in weights[:-1])
+    inner = max(product.weight.in_size for product in products[:-1])
     found["norm"].cache_bytes = 16.0 * rows * hidden * (2 * layers + 1)
     found["quantize"].cache_bytes = 6.0 * rows * hidden * layers
     for name in ("silu", "gelu"):
@@ -201,7 +223,6 @@ def show(
     times: Mapping[str, float],
     work: Mapping[str, Work],
     machine: Machine,
-    products: int,
     threads: int,
 ) -> None:
     """Print a line per operation: core time, the least core time, what bounds it, and the share reached."""
@@ -215,7 +236,7 @@ def show(
         task = work.get(name)
         line = f"  {name:28}{1e3 * seconds:9.3f}{100 * seconds / total:8.1f}%"
         if task is not None and seconds > 0:
-            least, bound = task.seconds(machine, products)
+            least, bound = task.seconds(machine)
             line += (
                 f"{1e3 * threads * least:9.3f}  {bound:12}{100 * threads * least / seconds:6.0f} %"
             )
@@ -244,18 +265,20 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--path", choices=("fast", "reference", "both"), default="fast")
     parser.add_argument("--cases", default=",".join(CASES))
-    parser.add_argument("--products", type=int, default=1 if WIDE_IS_SHORT else 2)
+    parser.add_argument("--activations", choices=tuple(SHARES), default="mixed")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     threads = options.threads
     machine = measure_machine(threads)
-    settings = EngineSettings(num_threads=threads, max_model_len=4096)
+    settings = EngineSettings(
+        num_threads=threads, max_model_len=4096, activations=options.activations
+    )
     CpuBackend.open(0, None, SystemClock())
     model = load(options.model)
     from headrace.backends.cpu.fast.runner import FastRunner
 
-    weights: list[Any] = []
-    with noted_weights(weights):
+    products: list[Product] = []
+    with noted_products(products, options.activations):
         fast = FastRunner(model, SingleRank(), settings)
     ops = TimedOps(CpuOps(settings))
     slow = None
@@ -267,18 +290,18 @@ def main() -> None:
             runner.warm_up(lambda fraction: None)
     for name in options.cases.split(","):
         batch = CASES[name]()
-        work = work_of(model, weights, batch)
         if options.path != "reference":
             print(f"{name}, fast path")
             times = fast_times(fast, batch)
             times["sample"] *= threads
-            show(times, work, machine, options.products, threads)
+            show(times, work_of(model, products, batch), machine, threads)
         if slow is not None:
             print(f"{name}, reference path")
             times = {
                 key: threads * value for key, value in reference_times(slow, ops, batch).items()
             }
-            show(times, work, machine, 1, threads)
+            whole = [replace(product, cost=1) for product in products]
+            show(times, work_of(model, whole, batch), machine, threads)
     for runner in (fast, slow):
         if runner is not None:
             runner.close()

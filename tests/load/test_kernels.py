@@ -27,10 +27,11 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_the_larger_of_bytes_and_arithmetic_bounds_an_operation(kernels: Any) -> None:
     machine = kernels.Machine(memory=10.0, cache=100.0, integer=40.0, attention=5.0)
     work = kernels.Work(memory_bytes=50.0, cache_bytes=10.0, multiplications=80.0)
-    assert work.seconds(machine, 1) == (5.0, "memory")
-    assert work.seconds(machine, 3) == (6.0, "arithmetic")
+    assert work.seconds(machine) == (5.0, "memory")
+    work.multiplications = 240.0
+    assert work.seconds(machine) == (6.0, "arithmetic")
     work.rate = "attention"
-    assert work.seconds(machine, 3) == (16.0, "arithmetic")
+    assert work.seconds(machine) == (48.0, "arithmetic")
 
 
 def test_the_work_of_a_step_is_that_of_its_weights_and_visible_rows(kernels: Any) -> None:
@@ -42,11 +43,12 @@ def test_the_work_of_a_step_is_that_of_its_weights_and_visible_rows(kernels: Any
         runs=(SimpleNamespace(num_columns=2, form=0), SimpleNamespace(num_columns=4, form=0)),
     )  # fmt: skip
     model: Any = SimpleNamespace(architecture=SimpleNamespace(kv_groups=lambda: (FULL, WINDOW)))
-    found = kernels.work_of(model, [product, product, head], kernels.decode(2, 0.0, 99))
+    products = [kernels.Product(product, False, 1)] * 2 + [kernels.Product(head, True, 1.5)]
+    found = kernels.work_of(model, products, kernels.decode(2, 0.0, 99))
     linear = found["linear 64 x 32"]
     # two products of 64 x 32 and the first third of the head, each for two rows
     assert linear.memory_bytes == 2 * 1000 + 1000
-    assert linear.multiplications == 3 * 2 * 64 * 32
+    assert linear.multiplications == (2 + 1.5) * 2 * 64 * 32
     assert found["linear 64 x 64"].memory_bytes == 2000
     rows = 2 * (2 * 100 + 8)  # two sequences; two layers see all, one its window
     assert found["attention"].memory_bytes == rows * 2 * 2 * 2 * 32
