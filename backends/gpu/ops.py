@@ -150,7 +150,10 @@ class GpuOps(TorchOps):
             return self._logits(x, weight) if weight.is_vocabulary else _dense(x, weight)
         if len(x) <= MAX_QUANTIZED_ROWS:
             out = torch.empty(len(x), len(weight.codes), dtype=self.dtype, device=x.device)
-            self.kernels.quantized_linear(x, weight, out)
+            if len(
+                x
+            ):  # a chunk of a prompt may have no samples: nothing can be launched for no rows
+                self.kernels.quantized_linear(x, weight, out)
             return out
         bias = None if weight.bias is None else weight.bias.to(self.dtype)
         return _dense(x, DenseWeight(dense_rows(weight, self.dtype), bias, False))
@@ -166,14 +169,16 @@ class GpuOps(TorchOps):
         """A norm per head stays f32: only the rotation reads it."""
         dtype = self.dtype if num_groups == 1 else torch.float32
         out = torch.empty(x.shape, dtype=dtype, device=x.device)
-        self.kernels.rms_norm(x, None, weight, eps, num_groups, out)
+        if len(x):
+            self.kernels.rms_norm(x, None, weight, eps, num_groups, out)
         return out
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out = torch.empty(x.shape, dtype=self.dtype, device=x.device)
-        self.kernels.rms_norm(x, residual, weight, eps, 1, out)
+        if len(x):
+            self.kernels.rms_norm(x, residual, weight, eps, 1, out)
         return out, residual
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
@@ -214,7 +219,8 @@ class GpuOps(TorchOps):
 
     def _gate(self, x: torch.Tensor, activation: int) -> torch.Tensor:
         out = torch.empty(len(x), x.shape[1] // 2, dtype=self.dtype, device=x.device)
-        self.kernels.gate(x, activation, out)
+        if len(x):
+            self.kernels.gate(x, activation, out)
         return out
 
     def launch_draw(

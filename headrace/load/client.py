@@ -121,6 +121,49 @@ def _body(plan: LoadPlan, request: PlannedRequest) -> bytes:
     return json.dumps(body).encode()
 
 
+class _Delta(msgspec.Struct):
+    content: Any = None
+    reasoning_content: Any = None
+    reasoning: Any = None
+    tool_calls: Any = None
+
+
+class _Choice(msgspec.Struct):
+    text: Any = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+    def has_text(self) -> bool:
+        """Whether this brings something that the model generated."""
+        if self.text:
+            return True
+        delta = self.delta
+        if delta is None:
+            return False
+        return bool(delta.content or delta.reasoning_content or delta.reasoning or delta.tool_calls)
+
+
+class _CachedTokens(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _CachedTokens | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: Any = None
+    object: Any = None
+    message: Any = None
+
+
+_DECODER = msgspec.json.Decoder(_Event)
+
+
 @dataclass(slots=True)
 class _Stream:
     """The events of one response, as they arrive."""
@@ -130,13 +173,13 @@ class _Stream:
     ended: float | None = None
     """When the finish reason arrived."""
     finish_reason: str | None = None
-    usage: dict[str, Any] = field(default_factory=dict)
+    usage: _Usage = field(default_factory=lambda: _Usage())
     is_done: bool = False
     error: str | None = None
     _rest: bytes = b""
 
     def take(self, status: int, chunk: bytes) -> None:
-        """Take bytes of an answer's body as they come. ValueError where an event is no JSON object."""
+        """Take bytes of an answer's body as they come. ValueError where an event is not what it should be."""
         if status == 200:
             self._feed(chunk, time.perf_counter())
             return
@@ -157,28 +200,26 @@ class _Stream:
         if data == b"[DONE]":
             self.is_done = True
             return
-        event = msgspec.json.decode(data)
-        if not isinstance(event, dict):
-            raise ValueError(f"an event is no JSON object: {data[:100]!r}")
-        if event.get("error") or event.get("object") == "error":
-            said = event.get("error") or event
+        event = _DECODER.decode(data)
+        if event.error or event.object == "error":
+            said = event.error or event.message
             self.error = str(said.get("message", said) if isinstance(said, dict) else said)
             return
-        self.usage = event.get("usage") or self.usage
-        for choice in event.get("choices") or ():
-            if _has_text(choice):
+        self.usage = event.usage or self.usage
+        for choice in event.choices or ():
+            if choice.has_text():
                 self.texts.append(now)
-            if choice.get("finish_reason"):
-                self.finish_reason, self.ended = choice["finish_reason"], now
+            if choice.finish_reason:
+                self.finish_reason, self.ended = choice.finish_reason, now
 
     def settle(self, outcome: RequestOutcome, due: float) -> None:
         """Write what was seen into `outcome`: its times if all went well, else why not."""
         outcome.error = self.error or next(self._missing(), None)
         outcome.finish_reason = self.finish_reason
-        outcome.prompt_tokens = self.usage.get("prompt_tokens") or 0
-        outcome.output_tokens = self.usage.get("completion_tokens") or len(self.texts)
-        details = self.usage.get("prompt_tokens_details") or {}
-        outcome.cached_tokens = details.get("cached_tokens") or 0
+        outcome.prompt_tokens = self.usage.prompt_tokens or 0
+        outcome.output_tokens = self.usage.completion_tokens or len(self.texts)
+        details = self.usage.prompt_tokens_details
+        outcome.cached_tokens = (details.cached_tokens if details else 0) or 0
         if outcome.error is not None or self.ended is None:
             return
         last = max(self.ended, self.texts[-1])
@@ -199,13 +240,3 @@ class _Stream:
                 yield f"the stream ended without {name}"
         if self.finish_reason == "error":
             yield "the server ended the answer with finish_reason 'error'"
-
-
-def _has_text(choice: dict[str, Any]) -> bool:
-    """Whether a choice of an event brings something that the model generated."""
-    if choice.get("text"):
-        return True
-    delta = choice.get("delta") or {}
-    return any(
-        delta.get(key) for key in ("content", "reasoning_content", "reasoning", "tool_calls")
-    )

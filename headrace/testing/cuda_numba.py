@@ -53,6 +53,10 @@ class SimulatedKernel:
                 f"{self._name}: launched with {block} threads and {shared_bytes} bytes of shared memory, "
                 f"made for {self._source.num_threads} and {self._source.shared_bytes}"
             )
+        if min(grid) < 1:
+            raise ValueError(
+                f"{self._name}: launched with a grid of {grid}, which a device refuses"
+            )
         wanted = self._source.signature.args
         names = self._source.function.__code__.co_varnames
         given = [

@@ -183,6 +183,23 @@ def test_a_thread_leaves_the_core_of_another() -> None:
         os.sched_setaffinity(0, allowed)
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="threads cannot be moved here")
+def test_where_threads_may_not_be_moved_they_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under a filter of system calls: it costs time, never a step."""
+    asked = []
+
+    def refuse(pid: int, cores: object) -> None:
+        asked.append(cores)
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
+    seat = Seat()
+    monkeypatch.setattr(seat, "_core", lambda: 1)
+    assert not seat.leave({1}) and not seat.leave({1})
+    assert 1 <= len(asked) <= 2, "asked once, and set back once"
+
+
 def test_a_row_may_come_from_any_row_of_the_step_before(make: Make) -> None:
     runner, other = make(2), make(1)
     prompts = [list(p) for p in PROMPTS]

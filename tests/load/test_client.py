@@ -137,7 +137,9 @@ def test_an_open_loop_counts_from_when_a_request_was_due() -> None:
         ([TEXT, BROKEN, "[DONE]"], True, 200, "finish_reason 'error'"),
         ([LAST, USAGE, "[DONE]"], True, 200, "without any text"),
         ([TEXT, "{broken"], True, 200, "DecodeError"),
-        ([TEXT, "[1]"], True, 200, "no JSON object"),
+        ([TEXT, "[1]"], True, 200, "Expected `object`, got `array`"),
+        ([TEXT, '{"choices": 5}'], True, 200, r"got `int` - at `\$.choices`"),
+        ([TEXT, '{"choices": [], "usage": 7}'], True, 200, r"got `int` - at `\$.usage`"),
         ([], True, 503, "HTTP 503"),
     ],
     ids=[
@@ -151,6 +153,8 @@ def test_an_open_loop_counts_from_when_a_request_was_due() -> None:
         "no text",
         "broken event",
         "no object",
+        "no choices",
+        "no usage",
         "refused",
     ],
 )

@@ -62,9 +62,22 @@ def test_the_request_is_what_was_given() -> None:
         (HEAD + b"Content-Length: 4\r\n\r\n", b"ab", b"cd"),
         (HEAD + b"Transfer-Encoding: chunked\r\n\r\n2\r", b"\nab\r\n2\r\ncd\r\n", b"0\r\n\r\n"),
         (HEAD + b"\r\nab", b"cd"),  # ends where the connection does
+        (HEAD + b"Transfer-Encoding: identity\r\n\r\nab", b"cd"),
         (b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n", HEAD + b"Content-Length: 4\r\n\r\nabcd"),
+        (b"HTTP/1.1 103 Hints\r\nContent-Length: 0\r\n\r\n", HEAD + b"\r\nabcd"),
+        (HEAD + b"Content-Length: 4\r\n\r\nabcdHTTP/1.1 500 X\r\nContent-Length: 2\r\n\r\nno",),
+        (HEAD + b"Content-Length: 4\r\n\r\nabcd\0\1 what is no HTTP",),
     ],
-    ids=["counted", "chunked", "to the end", "behind hints"],
+    ids=[
+        "counted",
+        "chunked",
+        "to the end",
+        "identity",
+        "behind hints",
+        "behind counted hints",
+        "two answers",
+        "and rubbish",
+    ],
 )
 def test_a_whole_answer(pieces: tuple[bytes, ...]) -> None:
     status, taken, _ = exchanged(*pieces)
@@ -84,6 +97,10 @@ def test_a_refusal_without_a_body_has_its_status() -> None:
         ((HEAD + b"Content-Length: 9\r\n\r\nabc",), "ended before"),
         ((HEAD + b"Transfer-Encoding: chunked\r\n\r\n2\r\nab\r\n",), "ended before"),
         ((b"SSH-2.0-nothing\r\n",), "no HTTP"),
+        (
+            (b"HTTP/1.1 101 X\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n",),
+            "changing the protocol",
+        ),
         ((HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",), "no HTTP"),
     ],
 )
@@ -111,3 +128,8 @@ def test_addresses() -> None:
     secure = Target.of("https://example.org", {})
     assert (secure.port, secure.tls is not None) == (443, True)
     assert secure.head.startswith(b"POST / HTTP/1.1\r\nHost: example.org\r\n")
+    known = Target.of("http://me:p%40ss@example.org/x", {})
+    assert b"Host: example.org\r\n" in known.head
+    assert b"Authorization: Basic bWU6cEBzcw==\r\n" in known.head
+    given = Target.of("http://me:p@example.org/x", {"Authorization": "Bearer k"})
+    assert given.head.count(b"Authorization") == 1

@@ -23,10 +23,16 @@ class Seat:
         """Move to another core that this thread may use if it sits on one of these; return whether it did."""
         if self._core is None or self._core() not in taken:
             return False
-        allowed = os.sched_getaffinity(0)
-        free = allowed.difference(taken)
-        if not free:
+        try:
+            allowed = os.sched_getaffinity(0)
+            free = allowed.difference(taken)
+            if not free:
+                return False
+            try:
+                os.sched_setaffinity(0, free)  # moves it at once
+            finally:
+                os.sched_setaffinity(0, allowed)
+        except OSError:  # not allowed here: it stays where it is put
+            self._core = None
             return False
-        os.sched_setaffinity(0, free)  # moves it at once
-        os.sched_setaffinity(0, allowed)
         return True

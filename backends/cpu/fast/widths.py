@@ -3,7 +3,9 @@
 What rounding adds to a product grows with the square of a group's scale, and a trained model has the same
 few channels large whatever it reads: in SmolLM2 a quarter of the groups has 55 to 87 % of it. So one run over
 a few tokens at load tells which groups they are. Fixed from then on, they are the same for every row of a
-product, and a result still depends on no batch. docs/performance.md has what each share costs.
+product, and a result still depends on no batch; but where a pool or a context has no room for that run, or the
+pool holds other numbers, groups of about the same size may be chosen otherwise. docs/performance.md has what
+each share costs.
 """
 
 from __future__ import annotations

@@ -66,6 +66,8 @@ class CpuKernel:
         self, grid: Dimensions, block: int, shared_bytes: int, arguments: Sequence[Any]
     ) -> None:
         """Run the kernel to its end. KernelError says which rule it broke, or which argument is misshapen."""
+        if min(grid) < 1:
+            raise KernelError(f"{self._name}: a device refuses a grid of {grid}")
         held = [_argument(value) for value in arguments]
         for index, (value, size) in enumerate(zip(held, self._sizes, strict=False)):
             if ctypes.sizeof(value) != size:
