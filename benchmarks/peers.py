@@ -3,9 +3,10 @@
     python benchmarks/peers.py --models DIR [--llama FOLDER] [--openvino VENV] [--vllm VENV] [--rows a,b]
 
 DIR holds smollm2.gguf, gemma3-270m.gguf and their plain checkpoints smollm2-hf and gemma3-hf. Each peer is
-started, warmed up, measured (median of the rounds) and stopped before the next one starts. Prompts are token
-ids, the same for all peers, none a prefix of another; requests are greedy and streamed. A peer that is not
-given or fails is named in its rows, and the run goes on. Quote the ratios: absolute figures are the machine's.
+started, warmed up, measured and stopped before the next one starts, once a round: a machine's speed changes,
+and a round is short. Figures are medians of the rounds. Prompts are token ids, the same lengths for all peers,
+none a prefix of another; requests are greedy and streamed. A peer that is not given or fails is named in its
+rows, and the run goes on. Quote the ratios: absolute figures are the machine's.
 Where others use the machine too, --best takes the best of the rounds instead of the median: a rough figure.
 """
 
@@ -49,6 +50,8 @@ class Bench:
     found: dict[str, dict[Key, float | str]] = field(default_factory=dict)
     cores: dict[str, dict[Key, float | str]] = field(default_factory=dict)
     """Core seconds per request, where a figure is of a load of requests."""
+    gathered: dict[tuple[str, Key], list[servers.Figures]] = field(default_factory=dict)
+    """By peer and load, a figure a round."""
     bandwidth: float = 0.0
     _prompts: int = 0
     _words: dict[str, list[int]] = field(default_factory=dict)
@@ -105,41 +108,60 @@ class Bench:
 
 
 def measure_loads(bench: Bench, peer: str, model: str, loaded: servers.Loaded) -> None:
-    """Measure the rows that are loads of requests, in rounds of each."""
-    wants, rounds = bench.wants(model, peer), bench.options.rounds
+    """Measure, one round, the rows that are loads of requests."""
 
-    def run(count: int, length: int, concurrency: int, output: int) -> list[servers.Figures]:
-        return [
-            loaded.load(bench.prompts(model, count, length), concurrency, output)
-            for _ in range(rounds)
-        ]
+    def run(name: str, count: int, length: int, concurrency: int, output: int) -> None:
+        figures = loaded.load(bench.prompts(model, count, length), concurrency, output)
+        bench.gathered.setdefault((peer, (model, name)), []).append(figures)
 
     loaded.load(bench.prompts(model, 4, 120), 4, 16)
-    if "tpot" in wants:
-        figures = run(2, 120, 1, OUTPUT)
-        bench.note_load(peer, (model, "tpot"), 1e3 * bench.middle(f.tpot for f in figures), figures)
-    for length in (120, 1000):
-        if f"ttft-{length}" in wants:
-            figures = run(5 if length == 120 else 3, length, 1, 2)
-            ttft = 1e3 * bench.middle(f.ttft for f in figures)
-            bench.note_load(peer, (model, f"ttft-{length}"), ttft, figures)
-    for concurrency in (16, 64):
-        if f"rate-{concurrency}" in wants:
-            figures = run(2 * concurrency, 120, concurrency, OUTPUT)
-            rate = bench.middle((f.tokens_per_second for f in figures), is_rate=True)
-            bench.note_load(peer, (model, f"rate-{concurrency}"), rate, figures)
+    loads = {
+        "tpot": (2, 120, 1, OUTPUT),
+        "ttft-120": (5, 120, 1, 2),
+        "ttft-1000": (3, 1000, 1, 2),
+        "rate-16": (32, 120, 16, OUTPUT),
+        "rate-64": (128, 120, 64, OUTPUT),
+        "long-context": (2, LONG, 1, LONG_OUTPUT),
+    }
+    wants = bench.wants(model, peer)
+    for name, load in loads.items():
+        if name in wants:
+            run(name, *load)
     if "long-context" in wants:
-        long, short = (
-            bench.middle(f.tpot for f in run(2, length, 1, LONG_OUTPUT)) for length in (LONG, SHORT)
-        )
-        extra = (LONG - SHORT) * kv_bytes_per_token(bench.path(model, 1)) / bench.bandwidth
-        bench.note(peer, (model, "long-context"), (long - short) / extra)
-        print(
-            f"  TPOT {1e3 * short:.2f} ms at {SHORT + LONG_OUTPUT // 2}, "
-            f"{1e3 * long:.2f} ms at {LONG + LONG_OUTPUT // 2} tokens; the extra keys and values "
-            f"take {1e3 * extra:.2f} ms at {bench.bandwidth / 1e9:.1f} GB/s",
-            file=sys.stderr,
-        )
+        run("short-context", 2, SHORT, 1, LONG_OUTPUT)
+
+
+def conclude(bench: Bench, model: str) -> None:
+    """Note what the rounds came to, but of peers that failed."""
+    for (peer, key), figures in bench.gathered.items():
+        name = key[1]
+        if key[0] != model or name == "short-context" or key in bench.found.get(peer, {}):
+            continue
+        if name.startswith("rate"):
+            rate = bench.middle((f.tokens_per_second for f in figures), is_rate=True)
+            bench.note_load(peer, key, rate, figures)
+        elif name.startswith("ttft"):
+            bench.note_load(peer, key, 1e3 * bench.middle(f.ttft for f in figures), figures)
+        elif name == "tpot":
+            bench.note_load(peer, key, 1e3 * bench.middle(f.tpot for f in figures), figures)
+        else:
+            conclude_contexts(bench, peer, model)
+
+
+def conclude_contexts(bench: Bench, peer: str, model: str) -> None:
+    """Note how TPOT grows with the context, over what reading the keys and values takes."""
+    long, short = (
+        bench.middle(f.tpot for f in bench.gathered[peer, (model, name)])
+        for name in ("long-context", "short-context")
+    )
+    extra = (LONG - SHORT) * kv_bytes_per_token(bench.path(model, 1)) / bench.bandwidth
+    bench.note(peer, (model, "long-context"), (long - short) / extra)
+    print(
+        f"  TPOT {1e3 * short:.2f} ms at {SHORT + LONG_OUTPUT // 2}, "
+        f"{1e3 * long:.2f} ms at {LONG + LONG_OUTPUT // 2} tokens; the extra keys and values "
+        f"take {1e3 * extra:.2f} ms at {bench.bandwidth / 1e9:.1f} GB/s",
+        file=sys.stderr,
+    )
 
 
 def kv_bytes_per_token(checkpoint: Path) -> int:
@@ -204,7 +226,7 @@ def headrace(bench: Bench, model: str) -> servers.Command:
 
 
 def measure_model(bench: Bench, model: str) -> None:
-    """Measure all peers on one model, each put up and taken down in its turn."""
+    """Measure all peers on one model: a round puts up each in its turn, and the last one vLLM too."""
     options, gguf = bench.options, bench.path(model)
     ways: Mapping[str, Callable[[], AbstractContextManager[servers.Loaded]]] = {
         "headrace": lambda: servers.started(headrace(bench, model)),
@@ -212,30 +234,38 @@ def measure_model(bench: Bench, model: str) -> None:
         "vllm": lambda: servers.started(servers.vllm_command(options.vllm, bench.path(model, 1))),
     }
     special = {"start", "first-start", "memory"}
-    for peer, start in ways.items():
-        is_given = peer == "headrace" or getattr(options, peer)
-        if not is_given or not set(bench.wants(model, peer)) - special:
-            continue
+    tpots: list[float] = []
+    for number in range(options.rounds):
+        for peer, start in ways.items():
+            is_given = peer == "headrace" or getattr(options, peer)
+            is_slow = peer == "vllm"  # a minute and a half to start
+            if not is_given or (is_slow and number < options.rounds - 1):
+                continue
+            if not set(bench.wants(model, peer)) - special:
+                continue
 
-        def load(
-            peer: str = peer, start: Callable[..., AbstractContextManager[servers.Loaded]] = start
-        ) -> None:
-            with start() as loaded:
-                measure_loads(bench, peer, model, loaded)
+            def load(
+                peer: str = peer,
+                start: Callable[..., AbstractContextManager[servers.Loaded]] = start,
+                count: int = options.rounds if is_slow else 1,
+            ) -> None:
+                with start() as loaded:
+                    for _ in range(count):
+                        measure_loads(bench, peer, model, loaded)
 
-        attempt(bench, peer, model, load)
-    if options.llama and bench.wants(model, "llama-bench"):
-        attempt(bench, "llama-bench", model, lambda: measure_llama(bench, model))
+            attempt(bench, peer, model, load)
+        if options.llama and bench.wants(model, "llama-bench"):
+            attempt(bench, "llama-bench", model, lambda: measure_llama(bench, model, tpots))
+    conclude(bench, model)
+    if tpots and (model, "tpot") not in bench.found.get("llama-bench", {}):
+        bench.note("llama-bench", (model, "tpot"), 1e3 * bench.middle(tpots))
     attempt(bench, "headrace", model, lambda: measure_starts(bench, model))
     if "memory" in bench.wants(model, "headrace"):
         attempt(bench, "headrace", model, lambda: measure_memory(bench, model))
 
 
-def measure_llama(bench: Bench, model: str) -> None:
-    tpots = servers.llama_bench_tpots(
-        bench.options.llama, bench.path(model), 120, OUTPUT, bench.options.rounds
-    )
-    bench.note("llama-bench", (model, "tpot"), 1e3 * bench.middle(tpots))
+def measure_llama(bench: Bench, model: str, tpots: list[float]) -> None:
+    tpots += servers.llama_bench_tpots(bench.options.llama, bench.path(model), 120, OUTPUT, 1)
 
 
 def attempt(bench: Bench, peer: str, model: str, call: Callable[[], None]) -> None:
