@@ -37,6 +37,8 @@ FILES = {"smollm2": ("smollm2.gguf", "smollm2-hf"), "gemma3": ("gemma3-270m.gguf
 OUTPUT = 96
 LONG, SHORT, LONG_OUTPUT = 3960, 68, 64
 """Prompts whose decodes run at a context of 4,000 and of 100 tokens in the mean."""
+SETTLING_SECONDS = 2.0
+"""What every peer has for itself between its warm-up and the first load, as servers have."""
 KV_MEMORY = 96 << 20
 """A pool small enough for 100 requests to have written all of it."""
 
@@ -52,7 +54,8 @@ class Bench:
     """Core seconds per request, where a figure is of a load of requests."""
     gathered: dict[tuple[str, Key], list[servers.Figures]] = field(default_factory=dict)
     """By peer and load, a figure a round."""
-    bandwidth: float = 0.0
+    bandwidths: list[float] = field(default_factory=list)
+    """Bytes per second that two threads read, a round each."""
     _prompts: int = 0
     _words: dict[str, list[int]] = field(default_factory=dict)
 
@@ -115,6 +118,7 @@ def measure_loads(bench: Bench, peer: str, model: str, loaded: servers.Loaded) -
         bench.gathered.setdefault((peer, (model, name)), []).append(figures)
 
     loaded.load(bench.prompts(model, 4, 120), 4, 16)
+    time.sleep(SETTLING_SECONDS)
     loads = {
         "tpot": (2, 120, 1, OUTPUT),
         "ttft-120": (5, 120, 1, 2),
@@ -128,7 +132,10 @@ def measure_loads(bench: Bench, peer: str, model: str, loaded: servers.Loaded) -
         if name in wants:
             run(name, *load)
     if "long-context" in wants:
+        from roofline import read_bandwidth
+
         run("short-context", 2, SHORT, 1, LONG_OUTPUT)
+        bench.bandwidths.append(read_bandwidth(2))
 
 
 def conclude(bench: Bench, model: str) -> None:
@@ -154,12 +161,13 @@ def conclude_contexts(bench: Bench, peer: str, model: str) -> None:
         bench.middle(f.tpot for f in bench.gathered[peer, (model, name)])
         for name in ("long-context", "short-context")
     )
-    extra = (LONG - SHORT) * kv_bytes_per_token(bench.path(model, 1)) / bench.bandwidth
+    bandwidth = median(bench.bandwidths)
+    extra = (LONG - SHORT) * kv_bytes_per_token(bench.path(model, 1)) / bandwidth
     bench.note(peer, (model, "long-context"), (long - short) / extra)
     print(
         f"  TPOT {1e3 * short:.2f} ms at {SHORT + LONG_OUTPUT // 2}, "
         f"{1e3 * long:.2f} ms at {LONG + LONG_OUTPUT // 2} tokens; the extra keys and values "
-        f"take {1e3 * extra:.2f} ms at {bench.bandwidth / 1e9:.1f} GB/s",
+        f"take {1e3 * extra:.2f} ms at {bandwidth / 1e9:.1f} GB/s",
         file=sys.stderr,
     )
 
@@ -304,10 +312,6 @@ def main() -> int:
     bench = Bench(options, frozenset(row.name for row in rows))
     start = time.perf_counter()
     load = os.getloadavg()[0]
-    if "long-context" in bench.rows:
-        from roofline import read_bandwidth
-
-        bench.bandwidth = read_bandwidth(2)
     for model in FILES:
         if any(row.key[0] == model for row in rows):
             measure_model(bench, model)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from headrace.backends.cpu.fast import kv_pool
+from headrace.backends.cpu.fast import pages as pages_module
 from headrace.backends.cpu.fast.arena import address, make_resident, map_pages
 from headrace.backends.cpu.fast.kv_pool import FORMS, FastKVPool
 from headrace.backends.cpu.fast.pages import PagePreparer
@@ -123,6 +124,40 @@ def test_pages_are_prepared_beside_the_engine_and_only_while_they_may_be() -> No
     pages.close()
     pages.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "headrace-pages"]
+
+
+def test_who_comes_right_behind_another_one_is_not_in_the_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pages_module, "GRACE_SECONDS", 30.0)
+    calls: list[int] = []
+    called = threading.Event()
+
+    def prepare() -> bool:
+        calls.append(1)
+        called.set()
+        return False
+
+    pages = PagePreparer(prepare)
+    for _ in range(3):
+        pages.allow()
+        pages.pause()
+    assert not calls
+    pages.allow(at_once=True)
+    assert called.wait(10)
+    pages.allow()  # within its grace again
+    pages.close()
+    assert len(calls) == 1
+
+
+def test_what_is_ahead_is_made_up_once_half_of_it_is_used(pool: FastKVPool) -> None:
+    prepared(pool)  # 16 MiB
+    per_span = pool._groups[0][0].nbytes
+    blocks = pool._groups[0].shape[3]
+    pool.note_use(blocks)  # of the next span
+    assert per_span <= 8 * MIB and prepared(pool) == 0
+    pool.note_use(blocks * (9 * MIB // per_span + 1))
+    assert prepared(pool) >= 4
 
 
 def test_closing_ends_a_thread_that_just_found_nothing_left() -> None:

@@ -35,7 +35,8 @@ SPAN_BYTES = 8 << 20
 """Of all layers of a group: what becomes resident with the first row written in a span, at most."""
 MAX_SPAN_BLOCKS = 64
 AHEAD_BYTES = 128 << 20
-"""What is made resident of a group beyond the highest block written, while there is nothing else to do."""
+"""What is made resident of a group beyond the highest block written, while there is nothing else to do, once
+half of it is used up: more often it would only stand in the way of who comes next."""
 PIECE_BYTES = 2 << 20
 
 
@@ -71,6 +72,8 @@ class FastKVPool:
         self.form = form
         self._most_used = 0
         self._preparing = threading.Lock()
+        self._is_filling = True
+        """Whether what `prepare` shall have ahead is being made up."""
         self._resident: list[int] = []
         """Per group, how many of its bytes `prepare` has made resident."""
         self._groups: list[NDArray[np.uint8]] = []
@@ -118,6 +121,11 @@ class FastKVPool:
         well: 2.5 ms a megabyte on a virtual machine, which was a tenth of a prompt's time.
         """
         ahead_bytes = AHEAD_BYTES if ahead else 0
+        if ahead and not self._is_filling:
+            halves = (self._missing(n, AHEAD_BYTES // 2) for n in range(len(self._groups)))
+            if not any(halves):
+                return False
+            self._is_filling = True
         for number, memory in enumerate(self._groups):
             with self._preparing:
                 if not self._missing(number, ahead_bytes):
@@ -128,6 +136,8 @@ class FastKVPool:
             if not make_resident(piece):
                 self._resident[number] = memory.nbytes
             return True
+        if ahead:
+            self._is_filling = False
         return False
 
     def _missing(self, number: int, ahead_bytes: int) -> int:

@@ -7,18 +7,23 @@ from collections.abc import Callable
 
 import structlog
 
+GRACE_SECONDS = 0.02
+"""How long it must have been allowed before it begins: a request often follows right behind another one, and a
+piece takes milliseconds."""
+
 
 class PagePreparer:
     """Calls `prepare` piece by piece while it may, until that says False. `close` ends the thread."""
 
     def __init__(self, prepare: Callable[[], bool]) -> None:
         self._prepare = prepare
-        self._may = threading.Event()
+        self._may, self._may_not = threading.Event(), threading.Event()
+        self._grace = 0.0
         self._is_closed = False
         self._thread: threading.Thread | None = None
 
-    def allow(self) -> None:
-        """Go on from now: the cores have nothing to compute, or one of them has not."""
+    def allow(self, *, at_once: bool = False) -> None:
+        """Go on, `at_once` or when the cores have had nothing to compute for GRACE_SECONDS."""
         if self._thread is None and not self._is_closed:
             thread = threading.Thread(target=self._run, name="headrace-pages", daemon=True)
             try:
@@ -28,16 +33,20 @@ class PagePreparer:
                 _say_that_none_is_prepared(error)
                 return
             self._thread = thread
+        self._grace = 0.0 if at_once else GRACE_SECONDS
+        self._may_not.clear()
         self._may.set()
 
     def pause(self) -> None:
         """Stop behind the piece that is being prepared."""
         self._may.clear()
+        self._may_not.set()
 
     def close(self) -> None:
         """End the thread and wait for it. A second call does nothing."""
         self._is_closed = True
         self._may.set()
+        self._may_not.set()
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join()
@@ -47,6 +56,9 @@ class PagePreparer:
             self._may.wait()
             if self._is_closed:
                 return
+            grace, self._grace = self._grace, 0.0
+            if grace and self._may_not.wait(grace):
+                continue
             try:
                 is_more = self._prepare()
             except Exception as error:  # what only saves time costs nobody an answer

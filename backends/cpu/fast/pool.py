@@ -123,6 +123,9 @@ class ThreadPool:
         self._governors = ThreadGovernors(num_threads)
         self.can_join = num_threads == 2
         """A caller can share what is left of a step with a worker that has begun it alone."""
+        self._is_steady = False
+        """Whether the last step was launched too. Behind another one somebody's first token is on its way: the
+        caller's core is left to those who bring it."""
         self._governors_beside = ThreadGovernors(num_threads if self.can_join else num_threads - 1)
         self._num_arrivals = 0
         self._waited = np.zeros(num_threads, np.int64)
@@ -149,6 +152,7 @@ class ThreadPool:
         self.wait_for_all()
         governor = self._governors.of(int(step.parameters[at.NUM_TOKENS]))
         threads = governor.num_threads()
+        self._is_steady = False
         if threads > 1:
             self._leave_workers()
         started = time.perf_counter_ns()
@@ -178,7 +182,8 @@ class ThreadPool:
             first = self._under_way.popleft()
             governor = self._governors_beside.of(int(first.parameters[at.NUM_TOKENS]))
             places = address(self._control), address(first.parameters)
-            joins = self.can_join and governor.num_threads() > 1
+            joins = self.can_join and self._is_steady and governor.num_threads() > 1
+            self._is_steady = True
             if joins:
                 self._leave_workers()
                 enter(0, *places, True)

@@ -281,7 +281,7 @@ class FastRunner:
         would be thrown away.
         """
         if num_bytes > PIECE_BYTES and self._settings.num_threads > 1:
-            self._pages().allow()
+            self._pages().allow(at_once=True)
         while self._kv().prepare(ahead=False):
             pass
         self._pages().pause()
