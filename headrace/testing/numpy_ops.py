@@ -187,7 +187,7 @@ class NumpyOps:
         return product if weight.bias is None else product + weight.bias
 
     def rms_norm(self, x: Array, weight: Array, eps: float, num_groups: int = 1) -> Array:
-        runs = x.reshape(x.shape[0], num_groups, -1)
+        runs = x.reshape(x.shape[0], num_groups, x.shape[1] // num_groups)
         mean_square = np.mean(runs * runs, axis=-1, keepdims=True)
         return np.asarray((runs / np.sqrt(mean_square + eps) * weight).reshape(x.shape))
 

@@ -213,7 +213,7 @@ class ThreadPool:
         """Say who computes a step. Barriers count arrivals from the beginning on."""
         parameters = step.parameters
         parameters[at.FIRST_THREAD], parameters[at.NUM_THREADS] = first_thread, num_threads
-        if not self._under_way:
+        if not self._under_way:  # else only steps that nobody joins are, whose arrivals are known
             self._num_arrivals = int(self._control[at.ARRIVED])
         parameters[at.BARRIER_BASE] = self._num_arrivals
         if num_threads > 1:
