@@ -24,6 +24,7 @@ from roofline import read_bandwidth
 
 from headrace.backends.batches import SequenceStep, forward_batch, sampling_batch
 from headrace.backends.cpu.backend import CpuBackend
+from headrace.backends.cpu.fast.widths import SHARES
 from headrace.clock import SystemClock
 from headrace.group import SingleRank
 from headrace.interfaces import LoadedModel, Runner
@@ -156,7 +157,7 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs=2, help="compare a decode at two contexts")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--deterministic", action="store_true")
-    parser.add_argument("--activations", choices=("mixed", "precise", "int8"), default="mixed")
+    parser.add_argument("--activations", choices=tuple(SHARES), default="mixed")
     parser.add_argument("--profile", type=int, default=0, help="rows of the step to look into")
     arguments = parser.parse_args()
     settings = EngineSettings(

@@ -147,12 +147,11 @@ def conclude(bench: Bench, model: str) -> None:
         if name.startswith("rate"):
             rate = bench.middle((f.tokens_per_second for f in figures), is_rate=True)
             bench.note_load(peer, key, rate, figures)
-        elif name.startswith("ttft"):
-            bench.note_load(peer, key, 1e3 * bench.middle(f.ttft for f in figures), figures)
-        elif name == "tpot":
-            bench.note_load(peer, key, 1e3 * bench.middle(f.tpot for f in figures), figures)
-        else:
+        elif name == "long-context":
             conclude_contexts(bench, peer, model)
+        else:
+            seconds = [f.tpot if name == "tpot" else f.ttft for f in figures]
+            bench.note_load(peer, key, 1e3 * bench.middle(seconds), figures)
 
 
 def conclude_contexts(bench: Bench, peer: str, model: str) -> None:
