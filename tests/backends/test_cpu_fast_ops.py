@@ -175,6 +175,19 @@ def test_activations_of_8_bits(scheme: str) -> None:
     assert (np.abs(found - expected) > 1e-4 * np.abs(expected).max()).any()
 
 
+@pytest.mark.parametrize("scheme", ["q8_0", "q5_0", "q4_1"])
+def test_codes_whose_low_byte_has_no_negative(scheme: str) -> None:
+    """A low byte of -128 is kept as -127: a code is 1 off then, and so is what is taken off its sums."""
+    part = random_blocks(scheme, 50, 96)
+    rows = np.full((VOCAB, 96), 128 / 32512, np.float32)
+    rows[:, ::32] = 1.0
+    rows = bf16_exact(rows)
+    found, _ = both(product_model([part], rows), [rows_batch(3)])
+    expected = expected_product([part], rows[:3])
+    dense = np.abs(to_float32(part.scheme, part.data, part.shape)).sum(axis=1)
+    assert (np.abs(found - expected) <= 1.6 / 32512 * dense + 1e-5).all()
+
+
 @pytest.mark.parametrize("scheme", ["f32", "f16", "bf16"])
 def test_products_of_plain_weights_round_them_to_bf16_alone(scheme: str) -> None:
     dense = bf16_exact(RANDOM.standard_normal((45, 64)))

@@ -167,13 +167,15 @@ def _write_codes(e: Any, x: Any, groups: Any, wide: Any, out: Any) -> None:
         scale = builder.fmul(most, share)
         target = e.add(out, e.times(loop.index, CODE_BYTES[CODES]))
         codes = [builder.fptosi(e.round(builder.fmul(value, inverse)), INTS) for value in values]
+        kept = [e.variable(code) for code in codes]
         with builder.if_else(is_wide_here) as (wide_here, narrow_here):
             with wide_here:
-                _store_wide(e, codes, target)
+                for half, code in enumerate(codes):
+                    e.set(kept[half], _store_wide(e, code, target, half))
             with narrow_here:
                 for half, code in enumerate(codes):
                     e.store(builder.trunc(code, BYTES), target, LANES * half)
-        sums = [e.sum_int_lanes(code) for code in codes]
+        sums = [e.sum_int_lanes(e.get(code)) for code in kept]
         whole = builder.add(*sums)
         record = e.add(records, e.times(loop.index, RECORD_BYTES[CODES]))
         e.store(scale, record)
@@ -182,19 +184,19 @@ def _write_codes(e: Any, x: Any, groups: Any, wide: Any, out: Any) -> None:
             e.store(builder.mul(total, I32(-128)), record, place)
 
 
-def _store_wide(e: Any, codes: list[Any], target: Any) -> None:
-    """Store 2 x 16 codes as high and low bytes, or as they are where WIDE_IS_SHORT."""
+def _store_wide(e: Any, code: Any, target: Any, half: int) -> Any:
+    """Store 16 codes as high and low bytes, or as they are where WIDE_IS_SHORT; return what those say."""
     builder = e.builder
-    for half, code in enumerate(codes):
-        if WIDE_IS_SHORT:
-            order = [4 * quad + place for quad in range(LANES // 4) for place in (0, 2, 1, 3)]
-            short = builder.trunc(code, SHORTS)
-            short = builder.shuffle_vector(short, short, ir.Constant(INTS, order))
-            e.store(short, target, 2 * LANES * half)
-            continue
-        high, low = e.split_bytes(code)
-        e.store(builder.trunc(high, BYTES), target, LANES * half)
-        e.store(builder.trunc(low, BYTES), target, GROUP + LANES * half)
+    if WIDE_IS_SHORT:
+        order = [4 * quad + place for quad in range(LANES // 4) for place in (0, 2, 1, 3)]
+        short = builder.trunc(code, SHORTS)
+        short = builder.shuffle_vector(short, short, ir.Constant(INTS, order))
+        e.store(short, target, 2 * LANES * half)
+        return code
+    high, low = e.split_bytes(code)
+    e.store(builder.trunc(high, BYTES), target, LANES * half)
+    e.store(builder.trunc(low, BYTES), target, GROUP + LANES * half)
+    return builder.add(builder.shl(high, e.fill(8, INTS)), low)
 
 
 @routine("float")
