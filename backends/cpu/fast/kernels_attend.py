@@ -5,10 +5,10 @@ heads of a KV head share the blocks read. Each segment of 128 rows is summed on 
 before it. Segments lie at fixed rows, so whether one item walks all of them or several threads share
 them, the same numbers are added in the same order: whoever finishes last joins the parts.
 
-Where keys and values come from memory they are what takes the time. A core waits for few lines that go to its
-first-level cache and for more that go to the second, so while a segment is computed the whole next one is asked
-for, into the second: line for line between products, a run while a vector's scores become weights, and the next
-item's first segment during an item's last.
+Where keys and values come from memory they are what takes the time. A core drops requests while as many lines
+are under way as it can keep track of. So lines are asked for at the pace at which others are read: LEAD_RUNS
+before, in the order of memory, beyond the end of a segment and of an item, and a block before once more,
+for those that were dropped.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from headrace.backends.cpu.fast.kernels_attend_pairs import (
 )
 from headrace.backends.cpu.fast.kernels_attend_rows import (
     BLENDED_AT_ONCE,
+    FEW,
     PAIRS,
     SCORE_ROW,
     SEGMENT_BLOCKS,
@@ -52,9 +53,12 @@ from headrace.backends.cpu.kernels_vector import float_of_bits
 MAX_VECTORS = 48
 """Query vectors (queries x heads that share a KV head) of one item."""
 SEGMENT_ROWS = SEGMENT_BLOCKS * LANES
-TABLE_RUNS = 3 * SEGMENT_BLOCKS
-"""Entries of a table of runs: where each block's keys and its values are, one after the other.
-The last is there several times, for those who ask for more than a segment has."""
+LEAD_RUNS = SEGMENT_BLOCKS + 2
+"""How many runs are asked for before they are read, in the order of memory: a segment's keys are read before
+its values, so that SEGMENT_BLOCKS are the least."""
+TABLE_RUNS = 6 * SEGMENT_BLOCKS
+"""Entries of a table of runs: where each block's keys and its values are, one after the other, of a segment
+and of the one after it. The last is there several times, for those who ask for more than there is."""
 _TABLE_BYTES = 8 * TABLE_RUNS
 _LOW = -float("inf")
 _LOG2_E = np.float32(1.4426950408889634)
@@ -63,10 +67,10 @@ block_size_of = fast_kernel(block_bytes)
 
 
 def scratch_bytes(head_dim: int, ratio: int) -> int:
-    """Return what one worker needs for an item: two tables of runs, queries, sums, scores and states."""
+    """Return what one worker needs for an item: a table of runs, queries, sums, scores and states."""
     vectors = max(MAX_VECTORS, ratio)
     each = NUMBER_BYTES * head_dim + QUERY_RECORD + 4 * head_dim + SCORE_ROW + STATE_BYTES
-    return vectors * each + 2 * _TABLE_BYTES
+    return vectors * each + _TABLE_BYTES
 
 
 def partial_bytes(head_dim: int) -> int:
@@ -203,8 +207,8 @@ def _rows_of(op, parameters, item):  # type: ignore[no-untyped-def]
 
 
 @fast_kernel
-def _list_runs(op, parameters, walked, whole, runs_at):  # type: ignore[no-untyped-def]
-    """Write the runs of segment `whole` that are seen; return its first block and how many there are.
+def _list_runs(op, parameters, walked, whole, runs, used):  # type: ignore[no-untyped-def]
+    """Write the runs of segment `whole` that are seen, behind `used`; return its first block and their number.
 
     walked: table, KV head, first and end block. Entries behind the last run name it again.
     """
@@ -213,31 +217,41 @@ def _list_runs(op, parameters, walked, whole, runs_at):  # type: ignore[no-untyp
     block_bytes = block_size_of(op[at.SIZE], parameters[at.KV_FORM])
     layer = layer_of(op, parameters)
     table = ints(table_at, (end_block + per_page - 1) // per_page)
-    runs = longs(runs_at, TABLE_RUNS)
     segment = max(first_block, whole * SEGMENT_BLOCKS)
     num_blocks = min((whole + 1) * SEGMENT_BLOCKS, end_block) - segment
     for i in range(num_blocks):
         block = segment + i
         page = np.int64(table[block // per_page])
         address = block_at(layer, kv_head, page, block % per_page, (per_page, block_bytes))
-        runs[2 * i], runs[2 * i + 1] = address, address + block_bytes
-    for i in range(2 * num_blocks, TABLE_RUNS):
-        runs[i] = runs[2 * num_blocks - 1]
+        runs[used + 2 * i], runs[used + 2 * i + 1] = address, address + block_bytes
+    used += 2 * num_blocks
+    for i in range(used, TABLE_RUNS):
+        runs[i] = runs[used - 1]
     return segment, num_blocks
 
 
 @fast_kernel
-def _list_next(op, parameters, walked, spans, whole, following, runs_at):  # type: ignore[no-untyped-def]
-    """Write the runs of the segment after `whole`, of this unit or of its follower; return their number."""
+def _list_next(op, parameters, walked, spans, whole, following, runs, used):  # type: ignore[no-untyped-def]
+    """Write the runs of the segment after `whole`, of this unit or of its follower, behind `used`; return their
+    number."""
     if whole + 1 < spans[1]:
-        return 2 * _list_runs(op, parameters, walked, whole + 1, runs_at)[1]
+        return 2 * _list_runs(op, parameters, walked, whole + 1, runs, used)[1]
     items_at, unit = following
     if unit < 0:
         return 0
     item, kv_head = unit_of(op, items_at, unit)
     table_at, _, _, first_block, end_block = _rows_of(op, parameters, item)
     next_walked = (table_at, kv_head, first_block, end_block)
-    return 2 * _list_runs(op, parameters, next_walked, item[at.FIRST_SEGMENT], runs_at)[1]
+    return 2 * _list_runs(op, parameters, next_walked, item[at.FIRST_SEGMENT], runs, used)[1]
+
+
+@fast_kernel
+def _fetch_until(runs, asked, wanted, block_bytes):  # type: ignore[no-untyped-def]
+    """Ask for runs from `asked` on until there are `wanted`; return how many there are then."""
+    while asked < wanted:
+        fetch_run(runs[asked], block_bytes)
+        asked += 1
+    return asked
 
 
 @fast_kernel
@@ -248,24 +262,24 @@ def _walk_segments(op, parameters, rows, walked, spans, following, places):  # t
     softcap = float_of_bits(np.int32(op[at.SECOND_NUMBER]))
     row, count = rows
     first, last, is_shared = spans
-    tables_at, queries, stride, scores, totals, states = places
+    blocks, queries, stride, scores, totals, states = places
     num_vectors = count * ratio
     block_bytes = block_size_of(head_dim, form)
-    blocks, ahead = tables_at, tables_at + _TABLE_BYTES
-    segment, num_blocks = _list_runs(op, parameters, walked, first, blocks)
+    runs, values = longs(blocks, TABLE_RUNS), blocks + 8
+    segment, num_blocks = _list_runs(op, parameters, walked, first, runs, 0)
+    asked = min(LEAD_RUNS, 2 * num_blocks)
     for whole in range(first, last):
-        num_ahead = _list_next(op, parameters, walked, spans, whole, following, ahead)
-        source = ahead if num_ahead > 0 else blocks
-        runs = longs(ahead, TABLE_RUNS)
-        for i in range(2 * num_blocks, num_ahead):  # more than what is read here: at once
-            fetch_run(runs[i], block_bytes)
-        _score(form, queries, stride, head_dim, blocks, source, num_blocks, scores, num_vectors)
-        values, offset = blocks + 8, segment * LANES
-        asked = num_blocks
+        num_runs = 2 * num_blocks
+        num_ahead = _list_next(op, parameters, walked, spans, whole, following, runs, num_runs)
+        asked = _fetch_until(runs, asked, min(num_ahead, LEAD_RUNS), block_bytes)
+        ahead = blocks + 8 * asked
+        _score(form, queries, stride, head_dim, blocks, ahead, num_blocks, scores, num_vectors)
+        ahead += 8 * num_blocks
+        offset = segment * LANES
+        num_again = num_blocks if num_vectors <= FEW else 0
         for vector in range(num_vectors):
-            if asked < num_ahead:
-                fetch_run(runs[asked], block_bytes)
-                asked += 1
+            if vector < num_again:  # nothing else is asked for meanwhile
+                fetch_run(runs[asked + num_blocks + vector], block_bytes)
             seen = row + vector // ratio + 1 - offset
             hidden = max(-offset, seen - window) if window > 0 else -offset
             place, state = scores + vector * SCORE_ROW, states + vector * STATE_BYTES
@@ -274,10 +288,11 @@ def _walk_segments(op, parameters, rows, walked, spans, following, places):  # t
             else:
                 weigh_codes(place, num_blocks, hidden, seen, softcap, state, values, head_dim)
         num_rows = min(num_blocks * LANES, row + count - offset)
-        source += 8 * (asked if num_ahead > 0 else num_blocks)
-        _blend(form, scores, values, source, num_rows, head_dim, totals, states, num_vectors)
+        _blend(form, scores, values, ahead, num_rows, head_dim, totals, states, num_vectors)
+        asked = min(asked, num_ahead)
+        for i in range(num_ahead):
+            runs[i] = runs[num_runs + i]
         segment, num_blocks = max(walked[2], (whole + 1) * SEGMENT_BLOCKS), num_ahead // 2
-        blocks, ahead = ahead, blocks
         if is_shared:
             totals += num_vectors * (head_dim * 4 + STATE_BYTES)
             states += num_vectors * (head_dim * 4 + STATE_BYTES)
@@ -285,13 +300,11 @@ def _walk_segments(op, parameters, rows, walked, spans, following, places):  # t
 
 @fast_kernel
 def fetch_unit(op, parameters, items_at, unit, scratch):  # type: ignore[no-untyped-def]
-    """Ask for the first segment of a unit that nothing was computed before."""
-    no_segment = (0, 0, 0, 0)
-    num_runs = _list_next(op, parameters, no_segment, (0, 0), 0, (items_at, unit), scratch)
+    """Ask for what is read first of a unit that nothing was computed before."""
+    no_segment, runs = (0, 0, 0, 0), longs(scratch, TABLE_RUNS)
+    num_runs = _list_next(op, parameters, no_segment, (0, 0), 0, (items_at, unit), runs, 0)
     block_bytes = block_size_of(op[at.SIZE], parameters[at.KV_FORM])
-    runs = longs(scratch, TABLE_RUNS)
-    for i in range(num_runs):
-        fetch_run(runs[i], block_bytes)
+    _fetch_until(runs, 0, min(num_runs, LEAD_RUNS), block_bytes)
 
 
 @fast_kernel
@@ -308,7 +321,7 @@ def attend_unit(op, parameters, items_at, unit, following, places):  # type: ign
     table_at, token, row, first_block, end_block = _rows_of(op, parameters, item)
     num_vectors = count * ratio
     stride = NUMBER_BYTES * head_dim + QUERY_RECORD
-    queries = scratch + 2 * _TABLE_BYTES
+    queries = scratch + _TABLE_BYTES
     totals = queries + num_vectors * stride
     scores = totals + num_vectors * head_dim * 4
     states = scores + num_vectors * SCORE_ROW

@@ -21,6 +21,7 @@ from headrace.backends.cpu.fast.intrinsics import (
 )
 from headrace.backends.cpu.fast.kernels_attend_rows import (
     BLENDED_AT_ONCE,
+    FEW,
     LOW,
     SCORE_ROW,
     STATE_BYTES,
@@ -65,6 +66,8 @@ def score_codes(
         def some(first: Any, together: int) -> None:
             here = [keys_of(e, blocks, e.add(first, i)) for i in range(together)]
             following = [run_at(e, ahead, e.add(first, i)) for i in range(together)]
+            if known < FEW:
+                following.append(keys_of(e, blocks, e.add(first, together)))
             for of_row in sums:
                 for total in (*of_row[0], *of_row[1]):
                     e.set(total, zero)
@@ -94,7 +97,7 @@ def score_codes(
                     value = builder.fmul(value, row_scales)
                     e.store(value, target, SCORE_ROW * index + 4 * LANES * i)
 
-        some_at_a_time(e, num_blocks, 2, some)
+        some_at_a_time(e, num_blocks, 1 if known < FEW else 2, some)
 
     by_count(e, count, CODES_AT_ONCE, body)
 
@@ -163,9 +166,9 @@ def blend_codes(
                 place = e.add(inside, e.times(quad, 4 * LANES))
                 line = e.add(block, place)
                 parts = [e.load(line, INTS, column_bytes * i) for i in range(together)]
-                following = e.add(run_at(e, ahead, index), place)
-                for i in range(together):
-                    fetch(e, e.add(following, column_bytes * i))
+                for run in (run_at(e, ahead, index), keys_of(e, blocks, e.add(index, 1))):
+                    for i in range(together):
+                        fetch(e, e.add(e.add(run, place), column_bytes * i))
                 offset = e.add(e.times(index, _BYTE_BLOCK), e.times(quad, 4))
                 for codes, of_vector in zip(places, sums, strict=True):
                     for half in range(2):

@@ -21,6 +21,7 @@ from headrace.backends.cpu.fast.intrinsics import (
 )
 from headrace.backends.cpu.fast.kernels_attend_rows import (
     BLENDED_AT_ONCE,
+    FEW,
     SCORE_ROW,
     STATE_BYTES,
     by_count,
@@ -78,7 +79,8 @@ def score_pairs(
 ) -> None:  # fmt: skip
     """out[v, 16 b + i] = q[v] times row i of block b of `blocks`, a table of runs.
 
-    While block b is read, run b of `ahead` is fetched.
+    While block b is read, run b of `ahead` is fetched, and for few vectors block b + 1 once more (see
+    kernels_attend): they take one block at a time, whose lines are asked for in the order of memory.
     """
     pairs = e.builder.sdiv(head_dim, e.integer(2))
 
@@ -89,6 +91,8 @@ def score_pairs(
         def some(first: Any, together: int) -> None:
             here = [keys_of(e, blocks, e.add(first, i)) for i in range(together)]
             following = [run_at(e, ahead, e.add(first, i)) for i in range(together)]
+            if known <= FEW:
+                following.append(keys_of(e, blocks, e.add(first, together)))
             for pair in sums:
                 for total in pair:
                     e.set(total, e.fill(0.0))
@@ -104,7 +108,7 @@ def score_pairs(
                 for i, total in enumerate(pair[:together]):
                     e.store(e.get(total), target, SCORE_ROW * index + 4 * LANES * i)
 
-        some_at_a_time(e, num_blocks, _at_once(known, 2), some)
+        some_at_a_time(e, num_blocks, _at_once(known, 2) if known > FEW else 1, some)
 
     by_count(e, count, PAIRS_AT_ONCE, body)
 
@@ -130,8 +134,8 @@ def blend_pairs(
 ) -> None:  # fmt: skip
     """Let a segment's weighted sums of values join totals[v], for `count` vectors.
 
-    `blocks` is a table of runs from its first values on; while block b is read, run b of `ahead` is fetched.
-    What lies past num_rows counts as zero, whatever it is.
+    `blocks` is a table of runs from its first values on; while block b is read, run b of `ahead` is fetched,
+    and block b + 1 once more. What lies past num_rows counts as zero, whatever it is.
     """
     builder = e.builder
     column_bytes = 2 * LANES * LANES
@@ -155,9 +159,9 @@ def blend_pairs(
                 place = e.add(inside, e.times(pair, 4 * LANES))
                 line = e.add(block, place)
                 parts = [e.load(line, INTS, column_bytes * i) for i in range(together)]
-                following = e.add(run_at(e, ahead, index), place)
-                for i in range(together):
-                    fetch(e, e.add(following, column_bytes * i))
+                for run in (run_at(e, ahead, index), keys_of(e, blocks, e.add(index, 1))):
+                    for i in range(together):
+                        fetch(e, e.add(e.add(run, place), column_bytes * i))
                 if mask is not None:
                     parts = [builder.and_(part, mask) for part in parts]
                 offset = e.times(e.add(e.times(index, LANES // 2), pair), 2 * NUMBER_BYTES)

@@ -21,6 +21,8 @@ SCORE_ROW = 4 * LANES * SEGMENT_BLOCKS
 STATE_BYTES = 32
 """Of a vector: largest score, sum of weights, factor of what was, factor of the segment, scale of its codes."""
 SCALES_BYTES = 4 * LANES
+FEW = 4
+"""Vectors that a decode has at most, as far as reading is made fast for it: more are a prompt's."""
 BLENDED_AT_ONCE = (4, 3, 2, 1)
 """Numbers of vectors that share a read of the values."""
 LOW = -float("inf")
@@ -58,8 +60,8 @@ def run_at(e: Any, runs: Any, index: Any) -> Any:
 
 
 def fetch(e: Any, address: Any) -> None:
-    """Ask for a line of the next segment, into the second-level cache: it waits for more lines at once."""
-    e.prefetch(address, locality=2)
+    """Ask for a line that is read soon, into the first-level cache."""
+    e.prefetch(address)
 
 
 @routine()
