@@ -17,7 +17,8 @@ import numpy as np
 
 from headrace.backends.cpu.fast import layout as at
 from headrace.backends.cpu.fast.compiled import fast_kernel
-from headrace.backends.cpu.fast.intrinsics import LANES, atomic_add
+from headrace.backends.cpu.fast.intrinsics import LANES
+from headrace.backends.cpu.fast.intrinsics_threads import atomic_add
 from headrace.backends.cpu.fast.kernels_attend_codes import (
     CODES_AT_ONCE,
     QUERY_RECORD,

@@ -10,8 +10,8 @@ import numpy as np
 
 from headrace.backends.cpu.fast import layout as at
 from headrace.backends.cpu.fast.compiled import fast_kernel, inlined_kernel
-from headrace.backends.cpu.fast.intrinsics import (
-    LANES,
+from headrace.backends.cpu.fast.intrinsics import LANES
+from headrace.backends.cpu.fast.intrinsics_threads import (
     atomic_add,
     atomic_load,
     call_at,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from headrace.backends.cpu.fast import layout as at
 from headrace.backends.cpu.fast.compiled import fast_kernel
-from headrace.backends.cpu.fast.intrinsics import (
+from headrace.backends.cpu.fast.intrinsics_threads import (
     atomic_add,
     atomic_load,
     core_number,
