@@ -48,7 +48,7 @@ from headrace.backends.cpu.fast.kernels_attend_rows import (
     join_partial,
 )
 from headrace.backends.cpu.fast.kernels_rowwise import bytes_of, copy_scaled
-from headrace.backends.cpu.kernels_rows import bf16_of, floats, halves, ints, longs
+from headrace.backends.cpu.kernels_rows import floats, ints, longs
 from headrace.backends.cpu.kernels_vector import float_of_bits
 
 MAX_VECTORS = 48
@@ -77,17 +77,6 @@ def scratch_bytes(head_dim: int, ratio: int) -> int:
 def partial_bytes(head_dim: int) -> int:
     """Return what one vector's sums of one segment take where items share a sequence."""
     return 4 * head_dim + STATE_BYTES
-
-
-@fast_kernel
-def write_pairs(keys, values, k, v, head_dim, lane):  # type: ignore[no-untyped-def]
-    """Write one head's key and value as row `lane` of a block of PAIRS (see kernels_attend_pairs)."""
-    key, value = floats(k, head_dim), floats(v, head_dim)
-    key_block = halves(keys, head_dim * LANES)
-    value_block = halves(values, head_dim * LANES)
-    for i in range(head_dim):
-        key_block[i // 2 * 32 + lane * 2 + i % 2] = bf16_of(key[i])
-        value_block[i // 16 * 256 + lane // 2 * 32 + i % 16 * 2 + lane % 2] = bf16_of(value[i])
 
 
 @fast_kernel

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from llvmlite import ir
+
 from headrace.backends.cpu.fast import capability
 from headrace.backends.cpu.fast.intrinsics import (
     F32,
@@ -17,6 +19,7 @@ from headrace.backends.cpu.fast.intrinsics import (
     INTS,
     LANES,
     LEVEL,
+    SHORTS,
     routine,
 )
 from headrace.backends.cpu.fast.kernels_attend_rows import (
@@ -43,6 +46,40 @@ PAIRS_AT_ONCE = (8, 4, 3, 2, 1) if IS_LARGE else (4, 3, 2, 1)
 """Numbers of vectors that share a read of the keys."""
 NUMBER_BYTES = 2 if HAS_BRAIN_DOT else 4
 """Of a query's numbers and of weights."""
+
+
+def _rounded(e: Any, x: Any) -> Any:
+    """16 f32 rounded to bf16, to even, as the upper halves of 32 bits, whose lower ones mean nothing."""
+    builder = e.builder
+    bits = builder.bitcast(x, INTS)
+    odd = builder.and_(builder.lshr(bits, e.fill(16, INTS)), e.fill(1, INTS))
+    rounded = builder.add(builder.add(bits, e.fill(0x7FFF, INTS)), odd)
+    is_none = builder.fcmp_unordered("uno", x, x)
+    return builder.select(is_none, e.fill(0x7FC00000, INTS), rounded)
+
+
+@routine()
+def write_pairs(e: Any, keys: Any, values: Any, k: Any, v: Any, head_dim: Any, lane: Any) -> None:
+    """Write one head's key and value as row `lane` of a block.
+
+    A line of values has two rows, so that nobody else may write in the block meanwhile.
+    """
+    builder = e.builder
+    pair_line = e.times(builder.sdiv(lane, e.integer(2)), 4 * LANES)
+    is_odd = builder.icmp_signed("==", builder.srem(lane, e.integer(2)), e.integer(1))
+    other = e.broadcast(builder.select(is_odd, I32(0xFFFF), I32(-65536)))
+    down = e.broadcast(builder.select(is_odd, I32(0), I32(16)))
+    with e.loop(builder.sdiv(head_dim, e.integer(LANES))) as loop:
+        offset = e.times(loop.index, 4 * LANES)
+        key = builder.lshr(_rounded(e, e.load(e.add(k, offset))), e.fill(16, INTS))
+        pairs = builder.bitcast(builder.trunc(key, SHORTS), ir.VectorType(I32, LANES // 2))
+        target = e.add(keys, e.add(e.times(loop.index, 2 * LANES * LANES), e.times(lane, 4)))
+        for pair in range(LANES // 2):
+            e.store(builder.extract_element(pairs, I32(pair)), target, 4 * LANES * pair)
+        line = e.add(values, e.add(e.times(loop.index, 2 * LANES * LANES), pair_line))
+        value = builder.and_(_rounded(e, e.load(e.add(v, offset))), e.fill(-65536, INTS))
+        kept = builder.and_(e.load(line, INTS), other)
+        e.store(builder.or_(kept, builder.lshr(value, down)), line)
 
 
 def _add_products(e: Any, parts: list[Any], places: list[Any], sums: list[list[Any]]) -> None:

@@ -28,8 +28,8 @@ from headrace.backends.cpu.fast.kernels_attend import (
     fetch_unit,
     layer_of,
     write_codes,
-    write_pairs,
 )
+from headrace.backends.cpu.fast.kernels_attend_pairs import write_pairs
 from headrace.backends.cpu.fast.kernels_attend_rows import PAIRS
 from headrace.backends.cpu.fast.kernels_product import CODES, GROUP, TILE_BYTES, product
 from headrace.backends.cpu.fast.kernels_rowwise import (
