@@ -34,8 +34,8 @@ FORMS: Mapping[str, int] = {"bfloat16": PAIRS, "int8": CODES}
 SPAN_BYTES = 8 << 20
 """Of all layers of a group: what becomes resident with the first row written in a span, at most."""
 MAX_SPAN_BLOCKS = 64
-AHEAD_BYTES = 128 << 20
-"""What is made resident of a group beyond the highest block written, while there is nothing else to do, once
+AHEAD_BYTES = 1 << 30
+"""What is made resident of a pool beyond the highest blocks written, while there is nothing else to do, once
 half of it is used up: more often it would only stand in the way of who comes next."""
 PIECE_BYTES = 2 << 20
 
@@ -120,15 +120,14 @@ class FastKVPool:
         The first write to a page has the system find and clear one, and under a hypervisor the host as
         well: 2.5 ms a megabyte on a virtual machine, which was a tenth of a prompt's time.
         """
-        ahead_bytes = AHEAD_BYTES if ahead else 0
         if ahead and not self._is_filling:
-            halves = (self._missing(n, AHEAD_BYTES // 2) for n in range(len(self._groups)))
-            if not any(halves):
+            numbers = range(len(self._groups))
+            if not any(self._missing(number, self._ahead_bytes(number) // 2) for number in numbers):
                 return False
             self._is_filling = True
         for number, memory in enumerate(self._groups):
             with self._preparing:
-                if not self._missing(number, ahead_bytes):
+                if not self._missing(number, self._ahead_bytes(number) if ahead else 0):
                     continue
                 done = self._resident[number]
                 piece = memory.reshape(-1)[done : done + PIECE_BYTES]
@@ -139,6 +138,11 @@ class FastKVPool:
         if ahead:
             self._is_filling = False
         return False
+
+    def _ahead_bytes(self, number: int) -> int:
+        """A group's share of AHEAD_BYTES."""
+        whole = sum(memory.nbytes for memory in self._groups)
+        return AHEAD_BYTES * self._groups[number].nbytes // whole
 
     def _missing(self, number: int, ahead_bytes: int) -> int:
         """How many bytes of a group are not resident, up to so many behind its highest block."""
