@@ -18,6 +18,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 LANES = 16
+_CHAINS = 4
+"""Vectors that a search keeps apart, so that none waits for the one before it."""
 _F32 = ir.FloatType()
 _I32 = ir.IntType(32)
 _I64 = ir.IntType(64)
@@ -302,33 +304,66 @@ def prefetch(typing_context: Any, address: Any) -> Any:
     return types.void(types.int64), generate
 
 
+def _magnitude_bits(builder: Any, x: Any) -> Any:
+    """The bits of |x|, in the order of the numbers; a NaN's are above those of infinity."""
+    return builder.and_(builder.bitcast(x, _INTEGERS), _whole_lanes(0x7FFFFFFF))
+
+
+def _larger(builder: Any, x: Any, y: Any) -> Any:
+    """The larger of two floats or vectors; where one is NaN that is y: one instruction."""
+    return builder.select(builder.fcmp_ordered(">", x, y), x, y)
+
+
 def _largest(typing_context: Any, values: Any, count: Any) -> Any:
-    """Return the largest of `count` floats, NaN left out; -inf where there is none."""
+    """Return the largest of `count` floats, NaN if one of them is; -inf where there is none."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         values, count = arguments
         low = float("-inf")
-        largest = _variable(builder, ir.Constant(_VECTOR, [low] * LANES))
-        whole = builder.sdiv(count, _const(LANES))
-        with cgutils.for_range(builder, whole) as loop:
-            vector = _load(builder, values, builder.mul(loop.index, _const(4 * LANES)))
-            found = _call(builder, "llvm.maxnum.v16f32", _VECTOR, [vector, builder.load(largest)])
-            builder.store(found, largest)
-        best = _variable(builder, ir.Constant(_F32, low))
-        done = builder.mul(whole, _const(LANES))
-        for lane in range(LANES):
-            value = builder.extract_element(builder.load(largest), ir.Constant(_I32, lane))
-            builder.store(
-                _call(builder, "llvm.maxnum.f32", _F32, [value, builder.load(best)]), best
-            )
+        largest = [_variable(builder, _lanes(low)) for _ in range(_CHAINS)]
+        magnitude = [_variable(builder, _whole_lanes(0)) for _ in range(_CHAINS)]
+
+        def take(address: Any, chain: int) -> None:
+            vector = _load(builder, address, _const(4 * LANES * chain))
+            found = _larger(builder, vector, builder.load(largest[chain]))
+            builder.store(found, largest[chain])
+            bits, most = _magnitude_bits(builder, vector), builder.load(magnitude[chain])
+            is_more = builder.icmp_signed(">", bits, most)
+            builder.store(builder.select(is_more, bits, most), magnitude[chain])
+
+        done: Any = _const(0)
+        for size in (_CHAINS, 1):
+            rounds = builder.sdiv(builder.sub(count, done), _const(LANES * size))
+            with cgutils.for_range(builder, rounds) as loop:
+                first = builder.add(done, builder.mul(loop.index, _const(LANES * size)))
+                address = builder.add(values, builder.mul(first, _const(4)))
+                for chain in range(size):
+                    take(address, chain)
+            done = builder.add(done, builder.mul(rounds, _const(LANES * size)))
+        best, most = _lanes(low), _whole_lanes(0)
+        for chain in range(_CHAINS):
+            best = _larger(builder, builder.load(largest[chain]), best)
+            bits = builder.load(magnitude[chain])
+            most = builder.select(builder.icmp_signed(">", bits, most), bits, most)
+        best = _fold(builder, best, lambda x, y: _larger(builder, x, y))
+        kind = ir.FunctionType(_I32, [_INTEGERS])
+        name = "llvm.vector.reduce.smax.v16i32"
+        most = builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [most])
+        is_none = builder.icmp_signed(">", most, ir.Constant(_I32, 0x7F800000))
+        single = builder.extract_element(best, ir.Constant(_I32, 0))
+        result = _variable(
+            builder, builder.select(is_none, ir.Constant(_F32, float("nan")), single)
+        )
         with cgutils.for_range(builder, builder.sub(count, done)) as loop:
             offset = builder.mul(builder.add(done, loop.index), _const(4))
             pointer = builder.inttoptr(builder.add(values, offset), _F32.as_pointer())
-            value = builder.load(pointer, align=4)
+            value, held = builder.load(pointer, align=4), builder.load(result)
+            is_larger = builder.fcmp_unordered(">", value, held)  # or NaN, which stays
+            is_kept = builder.fcmp_unordered("uno", held, held)
             builder.store(
-                _call(builder, "llvm.maxnum.f32", _F32, [value, builder.load(best)]), best
+                builder.select(is_kept, held, builder.select(is_larger, value, held)), result
             )
-        return builder.load(best)
+        return builder.load(result)
 
     return types.float32(types.int64, types.int64), generate
 

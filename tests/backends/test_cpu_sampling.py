@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.backends.batches import sampling_batch
+from headrace.backends.cpu import kernels_sampling
 from headrace.backends.cpu.sampling import Sampler
 from headrace.backends.cpu.team import Team
 from headrace.testing import numpy_sampling
@@ -245,3 +246,23 @@ def test_read_only_arrays_are_taken_as_they_are() -> None:
     for name in ("bias_ids", "bias_values", "seeds", "temperature"):
         getattr(sampling, name).flags.writeable = False
     check(random_logits(2, 30), sampling)
+
+
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 64, 65, 1023, 1024, 1025, 5000])
+@pytest.mark.parametrize(
+    "kind", ["drawn", "equal", "lowest", "infinite", "nan", "nan before infinity"]
+)
+def test_the_largest_logit_is_found_wherever_it_is(size: int, kind: str) -> None:
+    random = np.random.default_rng(size)
+    row = random.standard_normal(size).astype(np.float32)
+    if kind in ("equal", "lowest"):
+        row[:] = 1.5 if kind == "equal" else -np.inf
+    elif kind == "nan before infinity":
+        row[-1], row[0] = np.inf, np.nan
+    elif kind != "drawn":
+        row[random.integers(size)] = np.inf if kind == "infinite" else np.nan
+    best, index = kernels_sampling._best_of(row)
+    if kind.startswith("nan"):
+        assert np.isnan(best)
+    else:
+        assert (best, index) == (row.max(), row.argmax())
