@@ -24,7 +24,7 @@ from roofline import read_bandwidth
 
 from headrace.backends.batches import SequenceStep, forward_batch, sampling_batch
 from headrace.backends.cpu.backend import CpuBackend
-from headrace.backends.cpu.fast.widths import SHARES
+from headrace.backends.cpu.fast.coding_plan import SHARES
 from headrace.clock import SystemClock
 from headrace.group import SingleRank
 from headrace.interfaces import LoadedModel, Runner

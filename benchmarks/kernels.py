@@ -26,8 +26,8 @@ from roofline import CACHED_BYTES, RATES, multiplications, read_bandwidth
 
 from headrace.backends.cpu.backend import CpuBackend
 from headrace.backends.cpu.fast import layout as at
-from headrace.backends.cpu.fast.kernels_product import GROUP, PLAIN, WIDE_IS_SHORT
-from headrace.backends.cpu.fast.widths import SHARES, Widths
+from headrace.backends.cpu.fast.coding_plan import SHARES, CodingPlan
+from headrace.backends.cpu.fast.kernels_product import CODES, PLAIN, WIDE_IS_SHORT
 from headrace.backends.cpu.ops import CpuOps
 from headrace.backends.runner import OpsRunner
 from headrace.clock import SystemClock
@@ -85,8 +85,15 @@ class Product:
     weight: Any
     is_sampled: bool
     """Its rows are samples, not tokens."""
-    cost: float
-    """Integer products per multiplication."""
+    plan: CodingPlan | None
+    """Of what it is multiplied with, where that is coded in whole numbers."""
+
+    @property
+    def cost(self) -> float:
+        """Integer products per multiplication."""
+        wide = self.plan.num_wide / len(self.plan.groups) if self.plan else 0.0
+        narrow_cost, wide_cost = (0.5, 1) if WIDE_IS_SHORT else (1, 2)
+        return wide * wide_cost + (1 - wide) * narrow_cost
 
 
 @contextmanager
@@ -98,12 +105,10 @@ def noted_products(held: list[Product], activations: str) -> Iterator[None]:
 
     def noted(self: Any, x: Any, weight: Any) -> Any:
         domain = self._values[x.value].domain
-        groups = weight.in_size // GROUP
-        wide = Widths.of(groups, SHARES[activations][domain]).num_wide / groups
-        narrow_cost, wide_cost = (0.5, 1) if WIDE_IS_SHORT else (1, 2)
-        cost = wide * wide_cost + (1 - wide) * narrow_cost
-        held.append(Product(weight, domain == at.SAMPLES, cost))
-        return linear(self, x, weight)
+        out = linear(self, x, weight)
+        plan = self._plans.get(self._quantized.get((x, CODES)))
+        held.append(Product(weight, domain == at.SAMPLES, plan))
+        return out
 
     Recorder.linear = noted  # type: ignore[method-assign]
     try:

@@ -34,7 +34,9 @@ def test_the_larger_of_bytes_and_arithmetic_bounds_an_operation(kernels: Any) ->
     assert work.seconds(machine) == (48.0, "arithmetic")
 
 
-def test_the_work_of_a_step_is_that_of_its_weights_and_visible_rows(kernels: Any) -> None:
+def test_the_work_of_a_step_is_that_of_its_weights_and_visible_rows(
+    kernels: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     product = SimpleNamespace(
         in_size=64, out_size=32, num_bytes=1000, runs=(SimpleNamespace(num_columns=2, form=0),)
     )
@@ -43,7 +45,9 @@ def test_the_work_of_a_step_is_that_of_its_weights_and_visible_rows(kernels: Any
         runs=(SimpleNamespace(num_columns=2, form=0), SimpleNamespace(num_columns=4, form=0)),
     )  # fmt: skip
     model: Any = SimpleNamespace(architecture=SimpleNamespace(kv_groups=lambda: (FULL, WINDOW)))
-    products = [kernels.Product(product, False, 1)] * 2 + [kernels.Product(head, True, 1.5)]
+    monkeypatch.setattr(kernels, "WIDE_IS_SHORT", False)
+    narrow, half = (SimpleNamespace(num_wide=wide, groups=range(2)) for wide in (0, 1))
+    products = [kernels.Product(product, False, narrow)] * 2 + [kernels.Product(head, True, half)]
     found = kernels.work_of(model, products, kernels.decode(2, 0.0, 99))
     linear = found["linear 64 x 32"]
     # two products of 64 x 32 and the first third of the head, each for two rows

@@ -61,8 +61,20 @@ def level() -> str:
 
 def has_brain_dot() -> bool:
     """Whether this process may use AVX-512's dot products of bf16."""
-    features = binding.get_host_cpu_features()
-    return level() == AVX512_VNNI and bool(features.get("avx512bf16", False))
+    return _may_use("avx512bf16")
+
+
+def has_byte_field() -> bool:
+    """Whether this process may multiply 64 bytes at once, as numbers of a field."""
+    return _may_use("gfni")
+
+
+def _may_use(extension: str) -> bool:
+    """Whether there is an extension of AVX512_VNNI; not where Numba was told a CPU that may lack it."""
+    told = numba.config.CPU_NAME
+    if level() != AVX512_VNNI or (told is not None and told != binding.get_host_cpu_name()):
+        return False
+    return bool(binding.get_host_cpu_features().get(extension, False))
 
 
 def compile_for_level() -> None:

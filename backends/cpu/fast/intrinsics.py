@@ -46,6 +46,8 @@ LEVEL = capability.level()
 DOT_SHIFTS_SIGNED = capability.AVX2 != LEVEL
 """Whether `Emitter.dot` of codes w + 128 gives sum((w + 128) * x), so that 128 * sum(x) must come off."""
 HAS_BRAIN_DOT = capability.has_brain_dot()
+HAS_BYTE_FIELD = capability.has_byte_field()
+"""Whether there is GFNI, which multiplies bytes; by powers of two without a carry that is a shift of each."""
 
 _KINDS = {"int": types.int64, "float": types.float32, "none": types.void}
 
@@ -268,6 +270,22 @@ class Emitter:
             value = self.builder.ashr(value, self.fill(24, INTS))
             total = self.builder.add(total, self.builder.mul(code, value))
         return total
+
+    def dot_few(self, codes: Any, x: Any) -> Any:
+        """The sum of 16 products of bytes, unsigned and signed; AVX512_VNNI only."""
+        four = ir.VectorType(I32, 4)
+        name, zero = "llvm.x86.avx512.vpdpbusd.128", self.fill(0, four)
+        return self.call("llvm.vector.reduce.add.v4i32", I32, self.call(name, four, zero, codes, x))
+
+    def times_powers(self, codes: Any, factors: Any) -> Any:
+        """Bytes times powers of two that leave each below 256."""
+        kind = ir.VectorType(I8, 4 * LANES)
+        codes, factors = (self.builder.bitcast(value, kind) for value in (codes, factors))
+        if HAS_BYTE_FIELD:
+            codes = self.call("llvm.x86.vgf2p8mulb.512", kind, codes, factors)
+        else:
+            codes = self.builder.mul(codes, factors)
+        return self.builder.bitcast(codes, INTS)
 
     def dot_brain(self, total: Any, pairs: Any, x: Any) -> Any:
         """total[i] += the two products of the bf16 in lane i of `pairs` and of `x`; HAS_BRAIN_DOT only."""

@@ -6,9 +6,13 @@ broadcast of 4 activation bytes meets 16 outputs. Rows are taken 8 at a time: co
 
 Activations come in one of two codings. CODES, for weights of whole numbers: whole numbers too, by group of
 32 inputs. Those of a wide group have 15 bits and are kept as two int8 (256 * high + low), or as int16 with
-AVX2; those of a narrow one have 8. A byte per group says which it is (see widths). Behind the codes come
-records, one per group: scale f32, scale * sum f32, and -128 times the sum of the codes, of the first 16 and
-of the last 16 (i32). BRAIN, for weights of bf16: bf16 too, or f32 where the CPU has no products of bf16.
+AVX2; those of a narrow one have 8, once loud inputs are made smaller. A plan says what each group is (see
+coding_plan): 32 bytes, powers of two, that inputs are divided by before they are coded and their weights' codes
+multiplied by in turn, and bytes that say whether it is wide and whether one of those is not 1.
+Behind the codes come records, one per group: scale f32, scale * sum f32 (of codes times those bytes), and -128
+times the sum of the codes, of the first 16 and of the last 16 (i32).
+
+BRAIN, for weights of bf16: bf16 too, or f32 where the CPU has no products of bf16.
 docs/performance.md has what each costs and what was tried.
 """
 
@@ -39,7 +43,7 @@ NIBBLES = 0
 BYTES_SIGNED = 1
 """512 bytes of w + 128; 16 scales f16."""
 BYTES_WITH_MINIMUM = 2
-"""512 bytes of 0 .. 127; 16 scales f16, 16 minima f16."""
+"""512 bytes of 0 .. 31; 16 scales f16, 16 minima f16."""
 BYTES_IN_HALVES = 3
 """512 bytes of w + 128; 16 scales f16 for the first 16 inputs, 16 for the last."""
 PLAIN = 4
@@ -47,12 +51,16 @@ PLAIN = 4
 
 TILE_BYTES = (320, 544, 576, 576, 1024)
 GROUP = 32
+FORMS_WITH_ROOM = (NIBBLES, BYTES_WITH_MINIMUM) if LEVEL == capability.AVX512_VNNI else ()
+"""Those whose codes can be doubled three times and are still bytes; with AVX2 their sums would not fit then."""
+PLAN_FACTORS, PLAN_WIDE, PLAN_DOUBLES, PLAN_BYTES = 0, 32, 33, 64
 CODES, BRAIN = range(2)
 """How activations are coded."""
 BRAIN_IS_FLOAT = not HAS_BRAIN_DOT
 """Whether BRAIN codes are kept as f32: where there are no products of bf16 nothing is won by rounding."""
 CODE_BYTES = (64, 128 if BRAIN_IS_FLOAT else 64)
-"""Of a group of activations in each coding; CODES: 32 high bytes, then 32 low ones where it is wide."""
+"""Of a group of activations in each coding. CODES: 32 high bytes, those of all groups; then as many low ones,
+written where a group is wide."""
 RECORD_BYTES = (20, 0)
 EXCESS, EXCESS_FIRST, EXCESS_LAST = 8, 12, 16
 """Where a record has what dot products of codes w + 128 are too large by."""
@@ -65,6 +73,15 @@ WIDE_IS_SHORT = LEVEL == capability.AVX2
 ROWS_IN_FLIGHT = 8 if LEVEL == capability.AVX2 else 4
 """Rows whose integer sums are in registers together, beside the results of 8."""
 PREFETCH_TILES = 8
+
+
+def codes_at(e: Any, x: Any, groups: Any, group: Any) -> tuple[Any, Any]:
+    """Where the codes of a group begin, and its low bytes, in a row of CODES at `x`."""
+    if WIDE_IS_SHORT:
+        here = e.add(x, e.times(group, CODE_BYTES[CODES]))
+        return here, here
+    high = e.add(x, e.times(group, GROUP))
+    return high, e.add(high, e.times(groups, GROUP))
 
 
 class _Totals:
@@ -100,6 +117,17 @@ def _codes(e: Any, tile: Any, form: int, is_wide: bool) -> list[Any]:
     return codes
 
 
+def _doubled(e: Any, codes: Sequence[Any], plan: Any) -> list[Any]:
+    """Return codes times their bytes of a plan; in every second group there are none to double."""
+    slots = [e.variable(code) for code in codes]
+    is_any = e.builder.icmp_signed("!=", e.load(plan, I8, PLAN_DOUBLES), I8(0))
+    with e.builder.if_then(is_any):
+        for number, slot in enumerate(slots):
+            factors = e.broadcast(e.load(plan, I32, PLAN_FACTORS + 4 * number))
+            e.set(slot, e.times_powers(e.get(slot), factors))
+    return [e.get(slot) for slot in slots]
+
+
 def _kept_here(e: Any, x: Any) -> Any:
     """Return the address `x` such that what is read from it is read between here and the next store.
 
@@ -109,9 +137,9 @@ def _kept_here(e: Any, x: Any) -> Any:
 
 
 def _sums(
-    e: Any, form: int, is_wide: bool, codes: Sequence[Any], x: list[Any], starts: list[Any]
+    e: Any, form: int, is_wide: bool, codes: Sequence[Any], x: list[list[Any]], starts: list[Any]
 ) -> list[Any]:
-    """Return each row's integer products with some codes, which meet the numbers at `x` and what follows them.
+    """Return each row's integer products with some codes, which meet the numbers from `x` on, high and low.
 
     `starts`: what each sum begins with. Rows advance together, code by code, so that no dot product waits for
     the one before it.
@@ -128,7 +156,7 @@ def _sums(
     for number, code in enumerate(codes):
         for total, row in zip(totals, x, strict=True):
             for part in range(parts):
-                value = e.load(row, I32, GROUP * part + 4 * number)
+                value = e.load(row[part], I32, 4 * number)
                 value = e.broadcast(value, OUTPUTS_AT_ONCE)
                 if is_short:
                     total[part] = e.dot_shorts(total[part], code, value)
@@ -154,10 +182,12 @@ def _add_coded(
     if form != BYTES_SIGNED:
         scales.append(e.load_halves(at["scales"], 32, OUTPUTS_AT_ONCE))
     codes = _codes(e, at["codes"], form, is_wide)
+    if form in FORMS_WITH_ROOM and not is_wide:
+        codes = _doubled(e, codes, at["plan"])
     size = len(codes) // (2 if is_in_halves else 1)
     for half, scale in enumerate(scales if is_in_halves else scales[:1]):
-        base = e.add(_kept_here(e, at["x"]), 4 * size * half)
-        x = [e.add(base, offset) for offset in offsets]
+        base = [e.add(_kept_here(e, part), 4 * size * half) for part in at["x"]]
+        x = [[e.add(part, offset) for part in base] for offset in offsets]
         place = (EXCESS_FIRST, EXCESS_LAST)[half] if is_in_halves else EXCESS
         records = [e.add(at["record"], offset) for offset in offsets]
         for first in range(0, len(totals), ROWS_IN_FLIGHT):
@@ -194,9 +224,9 @@ def _add_plain(e: Any, tile: Any, x: list[Any], totals: list[Any]) -> None:
         e.set(total, result)
 
 
-def is_wide(e: Any, wide: Any, group: Any) -> Any:
-    """Whether a group of activations is wide, as an i1."""
-    return e.builder.icmp_signed("!=", e.load(e.add(wide, group), I8), I8(0))
+def is_wide(e: Any, plan: Any) -> Any:
+    """Whether the group of activations with this plan is wide, as an i1."""
+    return e.builder.icmp_signed("!=", e.load(plan, I8, PLAN_WIDE), I8(0))
 
 
 @contextlib.contextmanager
@@ -225,19 +255,21 @@ def _rows(e: Any, form: int, num_rows: int, at: dict[str, Any]) -> None:
         tile = e.add(at["tiles"], e.times(loop.index, TILE_BYTES[form]))
         for line in range(0, TILE_BYTES[form], 64):
             e.prefetch(tile, PREFETCH_TILES * TILE_BYTES[form] + line)
-        here = {"x": e.add(at["x"], e.times(loop.index, CODE_BYTES[coding]))}
+        here = {"x": codes_at(e, at["x"], at["groups"], loop.index)}
         record = e.add(at["x"], e.times(at["groups"], CODE_BYTES[coding]))
         here["record"] = e.add(record, e.times(loop.index, RECORD_BYTES[coding]))
         with _sides(e) as side:
             here["codes"] = e.add(tile, e.times(side, 4))
             totals = [slot.at(side) for slot in slots]
             if form == PLAIN:
-                x = [e.add(_kept_here(e, here["x"]), offset) for offset in offsets]
+                first = e.add(at["x"], e.times(loop.index, CODE_BYTES[BRAIN]))
+                x = [e.add(_kept_here(e, first), offset) for offset in offsets]
                 _add_plain(e, here["codes"], x, totals)
             else:
                 end = 256 if form == NIBBLES else 512
                 here["scales"] = e.add(tile, e.add(e.times(side, 2), end))
-                with e.builder.if_else(is_wide(e, at["wide"], loop.index)) as (wide, narrow):
+                here["plan"] = e.add(at["plan"], e.times(loop.index, PLAN_BYTES))
+                with e.builder.if_else(is_wide(e, here["plan"])) as (wide, narrow):
                     for branch in (wide, narrow):
                         with branch:
                             _add_coded(e, form, branch is wide, here, offsets, totals)
@@ -261,16 +293,16 @@ def _product(e: Any, form: int, at: dict[str, Any], rows: Any) -> None:
 
 @routine()
 def product(
-    e: Any, form: Any, wide: Any, tiles: Any, groups: Any, x: Any, x_stride: Any, out: Any,
+    e: Any, form: Any, plan: Any, tiles: Any, groups: Any, x: Any, x_stride: Any, out: Any,
     out_stride: Any, bias: Any, rows: Any,
 ) -> None:  # fmt: skip
     """out[row, 0:16] = x[row] times one column of tiles (+ bias[0:16] where its address is not 0).
 
-    wide: where a byte per group says how its activations are coded; nothing is read there for PLAIN.
+    plan: how each group of activations is coded; nothing is read there for PLAIN.
     """
     at = {
-        "wide": wide, "tiles": tiles, "groups": groups, "x": x, "x_stride": x_stride, "out": out,
-        "out_stride": out_stride, "bias": bias,
+        "plan": plan, "tiles": tiles, "groups": groups, "x": x,
+        "x_stride": x_stride, "out": out, "out_stride": out_stride, "bias": bias,
     }  # fmt: skip
     end = e.builder.append_basic_block("product.end")
     choice = e.builder.switch(form, end)

@@ -31,7 +31,12 @@ from headrace.backends.cpu.fast.kernels_attend import (
 )
 from headrace.backends.cpu.fast.kernels_attend_pairs import write_pairs
 from headrace.backends.cpu.fast.kernels_attend_rows import PAIRS
-from headrace.backends.cpu.fast.kernels_product import CODES, GROUP, TILE_BYTES, product
+from headrace.backends.cpu.fast.kernels_product import (
+    CODES,
+    GROUP,
+    TILE_BYTES,
+    product,
+)
 from headrace.backends.cpu.fast.kernels_rowwise import (
     add_rows,
     cap_row,
@@ -39,7 +44,7 @@ from headrace.backends.cpu.fast.kernels_rowwise import (
     embed_row,
     gelu_row,
     norm_row,
-    observe_scales,
+    observe_row,
     quantize_row,
     rotate_row,
     silu_row,
@@ -93,7 +98,7 @@ def run_linear(op, rows, threads, counter, x, out):  # type: ignore[no-untyped-d
             break
         for column in range(first, min(columns, first + chunk)):
             product(
-                form, op[at.WIDE], op[at.POINTER] + column * column_bytes, groups, x, op[at.IN_STRIDE],
+                form, op[at.PLAN], op[at.POINTER] + column * column_bytes, groups, x, op[at.IN_STRIDE],
                 out + column * LANES * 4, op[at.OUT_STRIDE],
                 bias + column * LANES * 4 if bias != 0 else 0, rows,
             )  # fmt: skip
@@ -225,9 +230,9 @@ def run_rows(op, parameters, rows, threads, counter, places, scratch):  # type: 
             if op[at.QUANTIZED] >= 0:
                 groups = op[at.SIZE] // GROUP
                 target = quantized + row * op[at.QUANTIZED_STRIDE]
-                quantize_row(result, groups, op[at.CODING], op[at.WIDE], target)
+                quantize_row(result, groups, op[at.CODING], op[at.PLAN], target)
                 if observes and op[at.CODING] == CODES:
-                    observe_scales(target, groups, op[at.NOISE])
+                    observe_row(result, op[at.SIZE], op[at.LOUDNESS])
 
 
 @fast_kernel

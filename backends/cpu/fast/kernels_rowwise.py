@@ -37,11 +37,16 @@ from headrace.backends.cpu.fast.kernels_product import (
     EXCESS,
     EXCESS_FIRST,
     EXCESS_LAST,
+    FORMS_WITH_ROOM,
     GROUP,
     NIBBLES,
     PLAIN,
+    PLAN_BYTES,
+    PLAN_DOUBLES,
+    PLAN_FACTORS,
     RECORD_BYTES,
     WIDE_IS_SHORT,
+    codes_at,
     is_wide,
 )
 from headrace.backends.cpu.kernels_rows import floats
@@ -131,15 +136,15 @@ def gelu_row(e: Any, gate: Any, up: Any, out: Any, size: Any) -> None:
 
 
 @routine()
-def quantize_row(e: Any, x: Any, groups: Any, coding: Any, wide: Any, out: Any) -> None:
+def quantize_row(e: Any, x: Any, groups: Any, coding: Any, plan: Any, out: Any) -> None:
     """Write `groups` x 32 numbers at `out` in a coding of kernels_product, with its records.
 
-    wide: where a byte per group says whether CODES are wide there.
+    plan: what is read of it for CODES is in kernels_product.
     """
     is_coded = e.builder.icmp_signed("==", coding, e.integer(CODES))
     with e.builder.if_else(is_coded) as (codes, brains):
         with codes:
-            _write_codes(e, x, groups, wide, out)
+            _write_codes(e, x, groups, plan, out)
         with brains:
             _write_brains(e, x, groups, out)
 
@@ -151,31 +156,35 @@ def _write_brains(e: Any, x: Any, groups: Any, out: Any) -> None:
         e.store(value, e.add(out, e.times(loop.index, CODE_BYTES[BRAIN] * LANES // GROUP)))
 
 
-def _write_codes(e: Any, x: Any, groups: Any, wide: Any, out: Any) -> None:
+def _write_codes(e: Any, x: Any, groups: Any, plan: Any, out: Any) -> None:
     builder = e.builder
     records = e.add(out, e.times(groups, CODE_BYTES[CODES]))
     with e.loop(groups) as loop:
         place = e.add(x, e.times(loop.index, 2 * _ROW))
+        here = e.add(plan, e.times(loop.index, PLAN_BYTES))
         values = [e.load(place), e.load(place, FLOATS, _ROW)]
+        if FORMS_WITH_ROOM:
+            values = _divided(e, values, here)
         bits = [e.magnitude_bits(value) for value in values]
         is_less = builder.icmp_signed("<", bits[0], bits[1])
         most = e.largest_magnitude(builder.select(is_less, bits[1], bits[0]))
-        is_wide_here = is_wide(e, wide, loop.index)
+        is_wide_here = is_wide(e, here)
         highest = builder.select(is_wide_here, F32(_HIGHEST_WIDE), F32(_HIGHEST_NARROW))
         inverse = e.broadcast(builder.fdiv(highest, most))
         share = builder.select(is_wide_here, F32(1 / _HIGHEST_WIDE), F32(1 / _HIGHEST_NARROW))
         scale = builder.fmul(most, share)
-        target = e.add(out, e.times(loop.index, CODE_BYTES[CODES]))
+        target, low_target = codes_at(e, out, groups, loop.index)
         codes = [builder.fptosi(e.round(builder.fmul(value, inverse)), INTS) for value in values]
-        kept = [e.variable(code) for code in codes]
+        slots = [e.variable(I32(0)) for _ in codes]
         with builder.if_else(is_wide_here) as (wide_here, narrow_here):
             with wide_here:
                 for half, code in enumerate(codes):
-                    e.set(kept[half], _store_wide(e, code, target, half))
+                    kept = _store_wide(e, code, (target, low_target), half)
+                    e.set(slots[half], e.sum_int_lanes(kept))
             with narrow_here:
-                for half, code in enumerate(codes):
-                    e.store(builder.trunc(code, BYTES), target, LANES * half)
-        sums = [e.sum_int_lanes(e.get(code)) for code in kept]
+                for slot, total in zip(slots, _store_narrow(e, codes, target, here), strict=True):
+                    e.set(slot, total)
+        sums = [e.get(slot) for slot in slots]
         whole = builder.add(*sums)
         record = e.add(records, e.times(loop.index, RECORD_BYTES[CODES]))
         e.store(scale, record)
@@ -184,18 +193,45 @@ def _write_codes(e: Any, x: Any, groups: Any, wide: Any, out: Any) -> None:
             e.store(builder.mul(total, I32(-128)), record, place)
 
 
-def _store_wide(e: Any, code: Any, target: Any, half: int) -> Any:
+def _divided(e: Any, values: list[Any], plan: Any) -> list[Any]:
+    """32 numbers divided by their bytes of a plan: the bits of a power of two and of its inverse add up."""
+    builder, slots = e.builder, [e.variable(value) for value in values]
+    with builder.if_then(builder.icmp_signed("!=", e.load(plan, I8, PLAN_DOUBLES), I8(0))):
+        for half, slot in enumerate(slots):
+            factors = builder.zext(e.load(plan, BYTES, PLAN_FACTORS + LANES * half), INTS)
+            factors = builder.bitcast(builder.sitofp(factors, FLOATS), INTS)
+            shares = builder.bitcast(builder.sub(e.fill(0x7F000000, INTS), factors), FLOATS)
+            e.set(slot, builder.fmul(e.get(slot), shares))
+    return [e.get(slot) for slot in slots]
+
+
+def _store_narrow(e: Any, codes: list[Any], target: Any, plan: Any) -> list[Any]:
+    """Store 32 codes as bytes; return the sums of the first and the last 16, times the bytes of the plan."""
+    builder = e.builder
+    parts = [builder.trunc(code, BYTES) for code in codes]
+    for half, part in enumerate(parts):
+        e.store(part, target, LANES * half)
+    if not FORMS_WITH_ROOM:
+        return [e.sum_int_lanes(code) for code in codes]
+    sums = []
+    for half, part in enumerate(parts):
+        factors = e.load(plan, BYTES, PLAN_FACTORS + LANES * half)
+        sums.append(e.dot_few(factors, part))
+    return sums
+
+
+def _store_wide(e: Any, code: Any, targets: tuple[Any, Any], half: int) -> Any:
     """Store 16 codes as high and low bytes, or as they are where WIDE_IS_SHORT; return what those say."""
     builder = e.builder
     if WIDE_IS_SHORT:
         order = [4 * quad + place for quad in range(LANES // 4) for place in (0, 2, 1, 3)]
         short = builder.trunc(code, SHORTS)
         short = builder.shuffle_vector(short, short, ir.Constant(INTS, order))
-        e.store(short, target, 2 * LANES * half)
+        e.store(short, targets[0], 2 * LANES * half)
         return code
     high, low = e.split_bytes(code)
-    e.store(builder.trunc(high, BYTES), target, LANES * half)
-    e.store(builder.trunc(low, BYTES), target, GROUP + LANES * half)
+    for target, part in zip(targets, (high, low), strict=True):
+        e.store(builder.trunc(part, BYTES), target, LANES * half)
     return builder.add(builder.shl(high, e.fill(8, INTS)), low)
 
 
@@ -224,13 +260,13 @@ def bf16_at(e: Any, address: Any) -> Any:
 
 
 @fast_kernel
-def observe_scales(coded, groups, noise):  # type: ignore[no-untyped-def]
-    """noise[group] += the square of its scale, which the mean square of what rounding adds grows with."""
-    totals = floats(noise, groups)
-    records = coded + groups * CODE_BYTES[CODES]
-    for group in range(groups):
-        scale = floats(records + group * RECORD_BYTES[CODES], 1)[0]
-        totals[group] += scale * scale
+def observe_row(x, size, loudness):  # type: ignore[no-untyped-def]
+    """loudness[i] = the larger of it and |x[i]|; what is no number says nothing."""
+    row, most = floats(x, size), floats(loudness, size)
+    for i in range(size):
+        magnitude = abs(row[i])
+        if magnitude > most[i]:
+            most[i] = magnitude
 
 
 @fast_kernel

@@ -49,9 +49,9 @@ NUM_PARAMETERS = 64
 """STEP_NUMBER: which command this step is, -1 while it is described. NUM_THREADS threads from FIRST_THREAD on
 compute it. SOURCES i32 [T]: the row of DRAWN that a token comes from, or -1. DRAW: the function that the first
 of its threads calls with 0, 1 and DRAW_ARGUMENTS once the logits are there; 0: the caller draws. OBSERVES:
-not 0 where one thread computes and what coding activations loses is added up at NOISE. JOIN: 0; 1 once thread 0
-wants to take part in a step that a worker computes alone; 2 when it may, from operation JOINED_AT on, with
-barriers that count from JOINED_BASE."""
+not 0 where one thread computes and the largest inputs of products are noted at LOUDNESS. JOIN: 0; 1 once
+thread 0 wants to take part in a step that a worker computes alone; 2 when it may, from operation JOINED_AT on,
+with barriers that count from JOINED_BASE."""
 
 # --- a layer's row in the pool's table: see kv_pool -------------------------------
 LAYER_FIELDS = 3
@@ -109,12 +109,12 @@ LINE_WORDS = 8
     NUMBER,
     SECOND_NUMBER,
     CODING,
-    WIDE,
-    NOISE,
+    PLAN,
+    LOUDNESS,
 ) = range(27)
 NUM_FIELDS = 27
 """IN, AUX, OUT and QUANTIZED are buffer numbers, -1: none. NUMBER holds the bits of an f32.
-CODING is that of QUANTIZED. WIDE: which groups of it, or of what a product reads, are wide (see widths)."""
+CODING is that of QUANTIZED. PLAN: how its groups, or of what a product reads, are coded (see coding_plan)."""
 
 TOKENS, SAMPLES = 0, 1
 """DOMAIN: how many rows an operation has."""

@@ -16,6 +16,7 @@ import numpy as np
 from headrace.backends.cpu.fast import layout as at
 from headrace.backends.cpu.fast.arena import Arena, address
 from headrace.backends.cpu.fast.buffers import Value, assign_buffers
+from headrace.backends.cpu.fast.coding_plan import CodingPlan
 from headrace.backends.cpu.fast.intrinsics import LANES
 from headrace.backends.cpu.fast.kernels_product import (
     BRAIN,
@@ -31,7 +32,6 @@ from headrace.backends.cpu.fast.packing import (
     UnsupportedModel,
     round_up,
 )
-from headrace.backends.cpu.fast.widths import SHARES, Widths
 from headrace.interfaces import AttentionSpec
 from headrace.types import KVGroupSpec, WeightPart
 
@@ -97,7 +97,7 @@ class Program:
     attention: Mapping[int, AttentionShape]
     """By KV group."""
     num_barriers: int
-    widths: tuple[Widths, ...]
+    plans: tuple[CodingPlan, ...]
     keep: tuple[Any, ...]
 
 
@@ -106,7 +106,7 @@ class Recorder:
 
     def __init__(self, groups: Sequence[KVGroupSpec], activations: str) -> None:
         """`activations` is EngineSettings.activations: how those are coded which meet integer weights."""
-        self._shares = SHARES[activations]
+        self._activations = activations
         self._packer = Packer(Arena())
         self._group_of = {layer: index for index, g in enumerate(groups) for layer in g.layers}
         self._head_dims = {layer: group.head_dim for group in groups for layer in group.layers}
@@ -114,7 +114,7 @@ class Recorder:
         self._values: list[Value] = []
         self._quantized: dict[tuple[Activation, int], int] = {}
         """By activation and coding."""
-        self._widths: dict[int, Widths] = {}
+        self._plans: dict[int, CodingPlan] = {}
         """Of values that are CODES."""
         self._keep: list[Any] = []
         self._attention: dict[int, AttentionShape] = {}
@@ -169,7 +169,7 @@ class Recorder:
                 at.POINTER: run.tiles,
                 at.SECOND_POINTER: weight.bias + 4 * run.first_output if weight.bias else 0,
                 at.BARRIER: int(index == len(weight.runs) - 1),
-                at.WIDE: self._wide_at(coded[codings[index]]),
+                at.PLAN: self._plan_for(coded[codings[index]], run.form),
             }
             self._emit(at.LINEAR, {at.IN: coded[codings[index]], at.OUT: target}, fields)
         return out
@@ -325,16 +325,19 @@ class Recorder:
         maker[at.QUANTIZED], maker[at.QUANTIZED_STRIDE] = coded.value, stride
         maker[at.CODING] = coding
         if coding == CODES:
-            widths = Widths.of(groups, self._shares[value.domain])
-            self._widths[coded.value] = widths
-            maker[at.WIDE], maker[at.NOISE] = address(widths.wide), address(widths.noise)
+            plan = CodingPlan.of(groups, value.domain, self._activations)
+            self._plans[coded.value] = plan
+            maker[at.PLAN], maker[at.LOUDNESS] = address(plan.groups), address(plan.loudness)
         self._quantized[x, coding] = coded.value
         return coded
 
-    def _wide_at(self, coded: Activation) -> int:
-        """Where it stands which groups are wide; 0: they are not CODES."""
-        widths = self._widths.get(coded.value)
-        return address(widths.wide) if widths else 0
+    def _plan_for(self, coded: Activation, form: int) -> int:
+        """Where the plan of what a weight of a form meets is; 0: it is not CODES."""
+        plan = self._plans.get(coded.value)
+        if plan is None:
+            return 0
+        plan.meets(form)
+        return address(plan.groups)
 
     # --- the program ------------------------------------------------------------
 
@@ -362,7 +365,7 @@ class Recorder:
             scratch_row=widest,
             attention=self._attention,
             num_barriers=int((operations[:, at.BARRIER] != 0).sum()),
-            widths=tuple(self._widths.values()),
+            plans=tuple(self._plans.values()),
             keep=tuple(self._keep),
         )
 

@@ -16,6 +16,7 @@ from headrace.backends.cpu.draw import Draw
 from headrace.backends.cpu.fast import layout as at
 from headrace.backends.cpu.fast.arena import address
 from headrace.backends.cpu.fast.beside import MAX_SHARED_TOKENS, BesideTrial
+from headrace.backends.cpu.fast.coding_plan import trial_batch
 from headrace.backends.cpu.fast.first_start import FirstStart
 from headrace.backends.cpu.fast.intrinsics import LANES
 from headrace.backends.cpu.fast.kernels_product import GROUP
@@ -26,7 +27,6 @@ from headrace.backends.cpu.fast.pool import ThreadPool
 from headrace.backends.cpu.fast.recorder import Recorder
 from headrace.backends.cpu.fast.sampling import FastSampler
 from headrace.backends.cpu.fast.step_memory import Buffers, StepMemory
-from headrace.backends.cpu.fast.widths import trial_batch
 from headrace.backends.cpu.memory import available_memory
 from headrace.backends.quantized import quantized
 from headrace.backends.warm_up import warm_up_steps
@@ -190,18 +190,18 @@ class FastRunner:
         self._threads = ThreadPool(self._settings.num_threads, tuple(self._steps))
         self._first_start.close()
         self._sampler.load()
-        if self._settings.activations == "mixed":
-            self._choose_widths()
+        if self._settings.activations != "precise":
+            self._choose_codings()
 
-    def _choose_widths(self) -> None:
-        """See headrace.backends.cpu.fast.widths."""
+    def _choose_codings(self) -> None:
+        """See headrace.backends.cpu.fast.coding_plan."""
         sizes = self._vocab_size, self._num_blocks, len(self._groups)
         step = self._describe(trial_batch(self._settings, *sizes))
         step.parameters[at.OBSERVES] = 1
         self._computing().run_alone(step)
         step.parameters[at.OBSERVES] = 0
-        for widths in self._program.widths:
-            widths.choose()
+        for plan in self._program.plans:
+            plan.choose()
         self._kv().forget_use()
 
     def warm_up(self, report: Callable[[float], None]) -> None:
