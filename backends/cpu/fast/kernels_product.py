@@ -32,6 +32,7 @@ from headrace.backends.cpu.fast.intrinsics import (
     HAS_BRAIN_DOT,
     I8,
     I32,
+    I64,
     LANES,
     LEVEL,
     SHORTS16,
@@ -253,8 +254,10 @@ def _rows(e: Any, form: int, num_rows: int, at: dict[str, Any]) -> None:
             e.set(slots[row].at(side), e.get(slot))
     with e.loop(at["groups"]) as loop:
         tile = e.add(at["tiles"], e.times(loop.index, TILE_BYTES[form]))
-        for line in range(0, TILE_BYTES[form], 64):
-            e.prefetch(tile, PREFETCH_TILES * TILE_BYTES[form] + line)
+        if num_rows == ROWS_AT_ONCE[0]:
+            _fetch_share(e, at)
+        else:
+            _fetch_tile(e, form, at, loop.index)
         here = {"x": codes_at(e, at["x"], at["groups"], loop.index)}
         record = e.add(at["x"], e.times(at["groups"], CODE_BYTES[coding]))
         here["record"] = e.add(record, e.times(loop.index, RECORD_BYTES[coding]))
@@ -279,7 +282,42 @@ def _rows(e: Any, form: int, num_rows: int, at: dict[str, Any]) -> None:
             e.store(e.get(slots[row].at(side)), out)
 
 
+def _fetch_tile(e: Any, form: int, at: dict[str, Any], group: Any) -> None:
+    """Ask for what comes a few tiles later, in this column or the next one."""
+    later = e.add(group, PREFETCH_TILES)
+    is_here = e.builder.icmp_signed("<", later, at["groups"])
+    column_bytes = e.times(at["groups"], TILE_BYTES[form])
+    elsewhere = e.builder.sub(at["next_tiles"], column_bytes)
+    tile = e.add(
+        e.builder.select(is_here, at["tiles"], elsewhere), e.times(later, TILE_BYTES[form])
+    )
+    for line in range(0, TILE_BYTES[form], 64):
+        e.prefetch(tile, line)
+
+
+def _fetch_share(e: Any, at: dict[str, Any]) -> None:
+    """Ask for what `_fetching` says."""
+    fetched = e.get(at["fetched"])
+    with e.loop(at["fetched_lines"]) as lines:
+        e.prefetch(e.add(fetched, e.times(lines.index, 64)))
+    e.set(at["fetched"], e.add(fetched, e.times(at["fetched_lines"], 64)))
+
+
+def _fetching(e: Any, form: int, at: dict[str, Any], rows: Any) -> dict[str, Any]:
+    """What to ask for beside each tile of 8 rows: from where on, and how many lines.
+
+    It is the next column's, a share in each pass over this one: in one pass alone they would be asked for
+    faster than memory gives them.
+    """
+    at_once, lines = ROWS_AT_ONCE[0], -(-TILE_BYTES[form] // 64)
+    passes = e.builder.sdiv(rows, e.integer(at_once))
+    passes = e.call("llvm.smax.i64", I64, passes, e.integer(1))
+    lines = e.builder.sdiv(e.add(passes, lines - 1), passes)
+    return {"fetched": e.variable(at["next_tiles"]), "fetched_lines": lines}
+
+
 def _product(e: Any, form: int, at: dict[str, Any], rows: Any) -> None:
+    at = {**at, **_fetching(e, form, at, rows)}
     x, out, left = e.variable(at["x"]), e.variable(at["out"]), e.variable(rows)
     for size in ROWS_AT_ONCE:
         count = e.builder.sdiv(e.get(left), e.integer(size))
@@ -293,15 +331,16 @@ def _product(e: Any, form: int, at: dict[str, Any], rows: Any) -> None:
 
 @routine()
 def product(
-    e: Any, form: Any, plan: Any, tiles: Any, groups: Any, x: Any, x_stride: Any, out: Any,
+    e: Any, form: Any, plan: Any, tiles: Any, next_tiles: Any, groups: Any, x: Any, x_stride: Any, out: Any,
     out_stride: Any, bias: Any, rows: Any,
 ) -> None:  # fmt: skip
     """out[row, 0:16] = x[row] times one column of tiles (+ bias[0:16] where its address is not 0).
 
-    plan: how each group of activations is coded; nothing is read there for PLAIN.
+    plan: how each group of activations is coded; nothing is read there for PLAIN. next_tiles: the column that
+    comes next, which is asked for meanwhile.
     """
     at = {
-        "plan": plan, "tiles": tiles, "groups": groups, "x": x,
+        "plan": plan, "tiles": tiles, "next_tiles": next_tiles, "groups": groups, "x": x,
         "x_stride": x_stride, "out": out, "out_stride": out_stride, "bias": bias,
     }  # fmt: skip
     end = e.builder.append_basic_block("product.end")

@@ -30,10 +30,11 @@ from headrace.backends.cpu.fast.kernels_attend import (
     write_codes,
 )
 from headrace.backends.cpu.fast.kernels_attend_pairs import write_pairs
-from headrace.backends.cpu.fast.kernels_attend_rows import PAIRS
+from headrace.backends.cpu.fast.kernels_attend_rows import PAIRS, fetch_run
 from headrace.backends.cpu.fast.kernels_product import (
     CODES,
     GROUP,
+    PREFETCH_TILES,
     TILE_BYTES,
     product,
 )
@@ -85,23 +86,41 @@ def chunk_of(total, threads, most):  # type: ignore[no-untyped-def]
     return min(most, max(1, total // (threads * CHUNKS_PER_THREAD)))
 
 
+@fast_kernel
+def fetch_first_tiles(op, threads, tid):  # type: ignore[no-untyped-def]
+    """Ask for what thread `tid` reads first in a product, while there is nothing else to do."""
+    tile_bytes = TILE_BYTES[op[at.FORM]]
+    column_bytes = op[at.SIZE] * tile_bytes
+    first = tid % threads * chunk_of(op[at.COUNT], threads, MAX_COLUMNS_PER_CHUNK)
+    if first < op[at.COUNT]:
+        size = min(column_bytes, PREFETCH_TILES * tile_bytes)
+        fetch_run(op[at.POINTER] + first * column_bytes, size)
+
+
 @inlined_kernel
-def run_linear(op, rows, threads, counter, x, out):  # type: ignore[no-untyped-def]
+def run_linear(op, rows, threads, tid, counter, x, out):  # type: ignore[no-untyped-def]
+    """Each thread's first columns are given, which `fetch_first_tiles` knows; then it takes what comes next.
+
+    It takes them early, so that the weights of the next columns can be asked for during the last ones.
+    """
     form, groups = op[at.FORM], op[at.SIZE]
     column_bytes = groups * TILE_BYTES[form]
-    columns = op[at.COUNT]
+    columns = op[at.COUNT] if rows > 0 else 0
     chunk = chunk_of(columns, threads, MAX_COLUMNS_PER_CHUNK)
-    bias = op[at.SECOND_POINTER]
-    while rows > 0:
-        first = atomic_add(counter, chunk)
-        if first >= columns:
-            break
-        for column in range(first, min(columns, first + chunk)):
+    tiles, bias = op[at.POINTER], op[at.SECOND_POINTER]
+    first = tid % threads * chunk
+    while first < columns:
+        following = threads * chunk + atomic_add(counter, chunk)
+        end = min(columns, first + chunk)
+        for column in range(first, end):
+            after = following if column + 1 == end else column + 1
+            after = after if after < columns else column
             product(
-                form, op[at.PLAN], op[at.POINTER] + column * column_bytes, groups, x, op[at.IN_STRIDE],
-                out + column * LANES * 4, op[at.OUT_STRIDE],
+                form, op[at.PLAN], tiles + column * column_bytes, tiles + after * column_bytes, groups,
+                x, op[at.IN_STRIDE], out + column * LANES * 4, op[at.OUT_STRIDE],
                 bias + column * LANES * 4 if bias != 0 else 0, rows,
             )  # fmt: skip
+        first = following
 
 
 @fast_kernel
@@ -293,13 +312,16 @@ def run_program(tid, parameters_at, control, joins):  # type: ignore[no-untyped-
         aux = place_of(buffers, op[at.AUX], op[at.AUX_OFFSET])
         out = place_of(buffers, op[at.OUT], op[at.OUT_OFFSET])
         if op[at.CODE] == at.LINEAR:
-            run_linear(op, rows, threads, counter, x, out)
+            run_linear(op, rows, threads, tid, counter, x, out)
         elif op[at.CODE] == at.ATTEND:
             run_attention(op, parameters, threads, counter, x, out, scratch)
         else:
             quantized = place_of(buffers, op[at.QUANTIZED], 0)
             places = (x, aux, out, quantized)
             run_rows(op, parameters, rows, threads, counter, places, scratch)
+        if op[at.NEXT] > 0:
+            following = parameters[at.PROGRAM] + op[at.NEXT] * at.NUM_FIELDS * 8
+            fetch_first_tiles(longs(following, at.NUM_FIELDS), threads, tid)
         finished = own_nanoseconds() if profile != 0 else 0
         if op[at.BARRIER] != 0 and threads > 1:
             target += threads

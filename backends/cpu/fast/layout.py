@@ -111,10 +111,12 @@ LINE_WORDS = 8
     CODING,
     PLAN,
     LOUDNESS,
-) = range(27)
-NUM_FIELDS = 27
+    NEXT,
+) = range(28)
+NUM_FIELDS = 28
 """IN, AUX, OUT and QUANTIZED are buffer numbers, -1: none. NUMBER holds the bits of an f32.
-CODING is that of QUANTIZED. PLAN: how its groups, or of what a product reads, are coded (see coding_plan)."""
+CODING is that of QUANTIZED. PLAN: how its groups, or of what a product reads, are coded (see coding_plan).
+NEXT: the product after this one, or after this attention; 0: none."""
 
 TOKENS, SAMPLES = 0, 1
 """DOMAIN: how many rows an operation has."""

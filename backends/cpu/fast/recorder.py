@@ -341,6 +341,16 @@ class Recorder:
 
     # --- the program ------------------------------------------------------------
 
+    def _link_products(self) -> None:
+        """Tell what computes long which product follows, whose weights it can ask for at its end."""
+        before = None
+        for index, instruction in enumerate(self._instructions):
+            code = instruction.fields[at.CODE]
+            if code == at.LINEAR and before is not None:
+                before.fields[at.NEXT] = index
+            if code in (at.LINEAR, at.ATTEND):
+                before = instruction
+
     def finish(self, logits: Activation) -> Program:
         """Share buffers between values and return the program that ends with `logits`."""
         self._values[logits.value].last_use = len(self._instructions)
@@ -352,6 +362,7 @@ class Recorder:
                 widest = max(widest, self._values[fields[at.OUT]].stride)
                 self._values[fields[at.OUT]].last_use = -1
                 fields[at.OUT] = -1
+        self._link_products()
         buffers = assign_buffers(self._values)
         operations = np.array([i.fields for i in self._instructions], np.int64)
         for place in (at.IN, at.AUX, at.OUT, at.QUANTIZED):
