@@ -111,20 +111,22 @@ def test_steps_ahead_give_what_single_steps_give(
     assert ahead(make(num_threads), COLUMNS[columns], 24) == expected
 
 
-def test_whenever_a_caller_joins_the_numbers_are_the_same(smollm2_gguf: Path) -> None:
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_whenever_a_caller_joins_the_numbers_are_the_same(columns: str, smollm2_gguf: Path) -> None:
     """The real model: its steps last milliseconds, so that the caller comes at every place of one."""
-    model = open_checkpoint(smollm2_gguf)
-    prompt, count = list(range(300, 330)), 60
+    model, chosen = open_checkpoint(smollm2_gguf), COLUMNS[columns]
+    prompts, count = [list(range(300, 330)), list(range(400, 410))], 60
 
-    def logits(num_threads: int) -> tuple[list[Any], int]:
+    def drawn(num_threads: int) -> tuple[list[Any], list[Any], int]:
         settings = EngineSettings(num_threads=num_threads, max_model_len=256)
         runner = FastRunner(model, SingleRank(), settings)
         runner.allocate(16)
-        found, num_joined = [], 0
+        found, logits, num_joined = [], [], 0
         try:
-            token = int(executed(runner, step(runner, [prompt], [0], {})).token_ids[0])
+            result = executed(runner, step(runner, prompts, [0, 0], chosen))
             for index in range(count):
-                batch = step(runner, [[token]], [len(prompt) + index], {})
+                tokens = [[token] for token in result.token_ids.tolist()]
+                batch = step(runner, tokens, [len(p) + index for p in prompts], chosen)
                 if num_threads > 1:
                     handle: Any = runner.execute_beside(batch)
                     time.sleep(0.0001 * (index % 40))
@@ -132,15 +134,16 @@ def test_whenever_a_caller_joins_the_numbers_are_the_same(smollm2_gguf: Path) ->
                     num_joined += int(handle._step.parameters[at.JOIN]) == 2
                 else:
                     result = executed(runner, batch)
-                token = int(result.token_ids[0])
-                found.append(runner.last_logits()[0])
+                found.append(flat(result))
+                logits.append(runner.last_logits())
         finally:
             runner.close()
-        return found, num_joined
+        return found, logits, num_joined
 
-    (expected, none), (shared, some) = logits(1), logits(2)
+    (expected, exact, none), (found, shared, some) = drawn(1), drawn(2)
     assert none == 0 < some
-    np.testing.assert_array_equal(shared, expected)
+    assert found == expected
+    np.testing.assert_array_equal(shared, exact)
 
 
 def test_nobody_joins_where_the_other_core_is_taken(make: Make) -> None:

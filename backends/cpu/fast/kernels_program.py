@@ -292,14 +292,18 @@ def let_join(parameters_at, control, index):  # type: ignore[no-untyped-def]
 
 @inlined_kernel
 def run_program(tid, parameters_at, control, joins):  # type: ignore[no-untyped-def]
-    """Walk the program as thread `tid`; with `joins`, what a worker has not begun yet."""
+    """Walk the program as thread `tid`; with `joins`, what a worker has not begun yet.
+
+    Return the arrivals that a next barrier has to wait for where one thread has joined another, else 0.
+    """
     parameters = longs(parameters_at, at.NUM_PARAMETERS)
     threads, count = parameters[at.NUM_THREADS], parameters[at.NUM_OPERATIONS]
     target, index = parameters[at.BARRIER_BASE], 0
     if joins:
         if not wait_to_join(parameters_at, control):
-            return
+            return 0
         threads, target, index = 2, parameters[at.JOINED_BASE], parameters[at.JOINED_AT]
+    has_joined = joins
     buffers = longs(parameters[at.BUFFERS], 1 << 10)
     scratch = parameters[at.SCRATCH] + tid * parameters[at.SCRATCH_BYTES]
     profile = parameters[at.PROFILE]
@@ -332,14 +336,17 @@ def run_program(tid, parameters_at, control, joins):  # type: ignore[no-untyped-
             spent[1] += own_nanoseconds() - finished
         index += 1
         if threads == 1 and let_join(parameters_at, control, index) > 1:
-            threads, target = 2, parameters[at.JOINED_BASE]
+            threads, target, has_joined = 2, parameters[at.JOINED_BASE], True
+    return target + 2 if has_joined else 0
 
 
 @inlined_kernel
 def run_step(tid, parameters_at, control, joins):  # type: ignore[no-untyped-def]
-    """Compute a step as thread `tid`, once the step before it is drawn; the first of its threads draws it.
+    """Compute a step as thread `tid`, once the step before it is drawn; the first of its threads draws it, or
+    both where one has joined.
 
-    Behind the last barrier only the first thread may look at `parameters`: another step may be described there.
+    Behind the last barrier only the first thread may look at `parameters`, and thread 0, which describes steps:
+    another one may be described there.
     """
     parameters = longs(parameters_at, at.NUM_PARAMETERS)
     done = control + at.DONE * CONTROL_WORD
@@ -351,10 +358,16 @@ def run_step(tid, parameters_at, control, joins):  # type: ignore[no-untyped-def
             yield_core()
         else:
             pause()
-    run_program(tid, parameters_at, control, joins)
+    target = run_program(tid, parameters_at, control, joins)
+    has_joined = target > 0
+    if (is_first or has_joined) and parameters[at.DRAW] != 0:
+        is_shared = has_joined and parameters[at.NUM_SAMPLES] > 1
+        share, shares = (tid, 2) if is_shared else (0, 1)
+        if is_first or is_shared:
+            call_at(parameters[at.DRAW], share, shares, parameters[at.DRAW_ARGUMENTS])
+        if is_shared:
+            barrier(control, target, tid)
     if is_first:
-        if parameters[at.DRAW] != 0:
-            call_at(parameters[at.DRAW], 0, 1, parameters[at.DRAW_ARGUMENTS])
         atomic_add(done, 1)
         if atomic_load(control + at.WAITING * CONTROL_WORD) > 0:
             wake_all(done)
