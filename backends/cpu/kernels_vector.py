@@ -304,7 +304,7 @@ def prefetch(typing_context: Any, address: Any) -> Any:
     return types.void(types.int64), generate
 
 
-def _magnitude_bits(builder: Any, x: Any) -> Any:
+def magnitude_bits(builder: Any, x: Any) -> Any:
     """The bits of |x|, in the order of the numbers; a NaN's are above those of infinity."""
     return builder.and_(builder.bitcast(x, _INTEGERS), _whole_lanes(0x7FFFFFFF))
 
@@ -312,6 +312,11 @@ def _magnitude_bits(builder: Any, x: Any) -> Any:
 def _larger(builder: Any, x: Any, y: Any) -> Any:
     """The larger of two floats or vectors; where one is NaN that is y: one instruction."""
     return builder.select(builder.fcmp_ordered(">", x, y), x, y)
+
+
+def _most(builder: Any, x: Any, y: Any) -> Any:
+    """The larger of each lane of whole numbers."""
+    return _call(builder, "llvm.smax.v16i32", _INTEGERS, [x, y])
 
 
 def _largest(typing_context: Any, values: Any, count: Any) -> Any:
@@ -327,9 +332,8 @@ def _largest(typing_context: Any, values: Any, count: Any) -> Any:
             vector = _load(builder, address, _const(4 * LANES * chain))
             found = _larger(builder, vector, builder.load(largest[chain]))
             builder.store(found, largest[chain])
-            bits, most = _magnitude_bits(builder, vector), builder.load(magnitude[chain])
-            is_more = builder.icmp_signed(">", bits, most)
-            builder.store(builder.select(is_more, bits, most), magnitude[chain])
+            bits = magnitude_bits(builder, vector)
+            builder.store(_most(builder, bits, builder.load(magnitude[chain])), magnitude[chain])
 
         done: Any = _const(0)
         for size in (_CHAINS, 1):
@@ -343,12 +347,9 @@ def _largest(typing_context: Any, values: Any, count: Any) -> Any:
         best, most = _lanes(low), _whole_lanes(0)
         for chain in range(_CHAINS):
             best = _larger(builder, builder.load(largest[chain]), best)
-            bits = builder.load(magnitude[chain])
-            most = builder.select(builder.icmp_signed(">", bits, most), bits, most)
+            most = _most(builder, builder.load(magnitude[chain]), most)
         best = _fold(builder, best, lambda x, y: _larger(builder, x, y))
-        kind = ir.FunctionType(_I32, [_INTEGERS])
-        name = "llvm.vector.reduce.smax.v16i32"
-        most = builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [most])
+        most = _call(builder, "llvm.vector.reduce.smax.v16i32", _I32, [most])
         is_none = builder.icmp_signed(">", most, ir.Constant(_I32, 0x7F800000))
         single = builder.extract_element(best, ir.Constant(_I32, 0))
         result = _variable(

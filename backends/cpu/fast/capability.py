@@ -53,10 +53,14 @@ def choose_level(wanted: str, features: Mapping[str, bool]) -> str:
 def level() -> str:
     """Return this process's level. Where Numba was told another CPU, whose features nobody says: none."""
     wanted = os.environ.get(VARIABLE, "")
-    told = numba.config.CPU_NAME
-    if not wanted and told is not None and told != binding.get_host_cpu_name():
+    if not wanted and _is_another_told():
         return REFERENCE
     return choose_level(wanted, binding.get_host_cpu_features())
+
+
+def _is_another_told() -> bool:
+    """Whether Numba compiles for a CPU that is not this one, by whoever's wish."""
+    return numba.config.CPU_NAME not in (None, binding.get_host_cpu_name())
 
 
 def has_brain_dot() -> bool:
@@ -71,8 +75,7 @@ def has_byte_field() -> bool:
 
 def _may_use(extension: str) -> bool:
     """Whether there is an extension of AVX512_VNNI; not where Numba was told a CPU that may lack it."""
-    told = numba.config.CPU_NAME
-    if level() != AVX512_VNNI or (told is not None and told != binding.get_host_cpu_name()):
+    if level() != AVX512_VNNI or _is_another_told():
         return False
     return bool(binding.get_host_cpu_features().get(extension, False))
 

@@ -77,6 +77,11 @@ class CodingPlan:
         self.has_room &= form in FORMS_WITH_ROOM
 
     @property
+    def is_open(self) -> bool:
+        """Whether what a trial sees decides anything."""
+        return self.share < 1 and (self.share > 0 or self.has_room)
+
+    @property
     def num_wide(self) -> int:
         """How many groups are chosen to be wide: at least one of those that shall be a share."""
         if self.share == 0 or (self.share < 1 and self.has_room and self.domain == TOKENS):

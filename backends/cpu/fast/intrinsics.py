@@ -17,6 +17,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from headrace.backends.cpu.fast import capability
+from headrace.backends.cpu.kernels_vector import magnitude_bits
 
 LANES = 16
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
@@ -194,7 +195,7 @@ class Emitter:
 
     def magnitude_bits(self, x: Any) -> Any:
         """The bits of 16 |x|, in the order of the numbers; a NaN is larger than all of them."""
-        return self.builder.and_(self.builder.bitcast(x, INTS), self.fill(0x7FFFFFFF, INTS))
+        return magnitude_bits(self.builder, x)
 
     def largest_magnitude(self, bits: Any) -> Any:
         """The largest lane of magnitude_bits as an f32 scalar, at least 1e-30."""

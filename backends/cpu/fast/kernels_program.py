@@ -359,12 +359,10 @@ def run_step(tid, parameters_at, control, joins):  # type: ignore[no-untyped-def
         else:
             pause()
     target = run_program(tid, parameters_at, control, joins)
-    has_joined = target > 0
-    if (is_first or has_joined) and parameters[at.DRAW] != 0:
-        is_shared = has_joined and parameters[at.NUM_SAMPLES] > 1
+    is_shared = target > 0 and parameters[at.NUM_SAMPLES] > 1
+    if (is_first or is_shared) and parameters[at.DRAW] != 0:
         share, shares = (tid, 2) if is_shared else (0, 1)
-        if is_first or is_shared:
-            call_at(parameters[at.DRAW], share, shares, parameters[at.DRAW_ARGUMENTS])
+        call_at(parameters[at.DRAW], share, shares, parameters[at.DRAW_ARGUMENTS])
         if is_shared:
             barrier(control, target, tid)
     if is_first:

@@ -213,11 +213,8 @@ def _store_narrow(e: Any, codes: list[Any], target: Any, plan: Any) -> list[Any]
         e.store(part, target, LANES * half)
     if not FORMS_WITH_ROOM:
         return [e.sum_int_lanes(code) for code in codes]
-    sums = []
-    for half, part in enumerate(parts):
-        factors = e.load(plan, BYTES, PLAN_FACTORS + LANES * half)
-        sums.append(e.dot_few(factors, part))
-    return sums
+    factors = [e.load(plan, BYTES, PLAN_FACTORS + LANES * half) for half in range(2)]
+    return [e.dot_few(*pair) for pair in zip(factors, parts, strict=True)]
 
 
 def _store_wide(e: Any, code: Any, targets: tuple[Any, Any], half: int) -> Any:

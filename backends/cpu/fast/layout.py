@@ -48,10 +48,10 @@ from __future__ import annotations
 NUM_PARAMETERS = 64
 """STEP_NUMBER: which command this step is, -1 while it is described. NUM_THREADS threads from FIRST_THREAD on
 compute it. SOURCES i32 [T]: the row of DRAWN that a token comes from, or -1. DRAW: the function that the first
-of its threads calls with 0, 1 and DRAW_ARGUMENTS once the logits are there; 0: the caller draws. OBSERVES:
-not 0 where one thread computes and the largest inputs of products are noted at LOUDNESS. JOIN: 0; 1 once
-thread 0 wants to take part in a step that a worker computes alone; 2 when it may, from operation JOINED_AT on,
-with barriers that count from JOINED_BASE."""
+of its threads calls with 0, 1 and DRAW_ARGUMENTS once the logits are there, or each of two with 0 or 1, 2 and
+those where one has joined; 0: the caller draws. OBSERVES: not 0 where one thread computes and the largest
+inputs of products are noted at LOUDNESS. JOIN: 0; 1 once thread 0 wants to take part in a step that a worker
+computes alone; 2 when it may, from operation JOINED_AT on, with barriers that count from JOINED_BASE."""
 
 # --- a layer's row in the pool's table: see kv_pool -------------------------------
 LAYER_FIELDS = 3

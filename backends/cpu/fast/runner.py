@@ -190,7 +190,7 @@ class FastRunner:
         self._threads = ThreadPool(self._settings.num_threads, tuple(self._steps))
         self._first_start.close()
         self._sampler.load()
-        if self._settings.activations != "precise":
+        if any(plan.is_open for plan in self._program.plans):
             self._choose_codings()
 
     def _choose_codings(self) -> None:
@@ -244,6 +244,8 @@ class FastRunner:
 
     def _noting(self, batch: ForwardBatch, *, beside: bool) -> Callable[[], None]:
         """Return what a step's handle calls when the result is there."""
+        if self._computing().can_join:  # nothing is tried out
+            return lambda: None
         begun = time.perf_counter()
         num_tokens, num_kv_rows = len(batch.token_ids), int(batch.kv_lens[0].sum())
 
