@@ -13,7 +13,7 @@ from headrace.testing.script_file import write_script
 from headrace.testing.server import started_server
 
 CONFIGS = pathlib.Path(__file__).resolve().parents[2] / "configs"
-ASK = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+ASK = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "ignore_eos": True}
 
 
 def simulated(tmp_path: pathlib.Path, index: int = 0) -> list[str]:
