@@ -27,7 +27,8 @@ from roofline import CACHED_BYTES, RATES, multiplications, read_bandwidth
 from headrace.backends.cpu.backend import CpuBackend
 from headrace.backends.cpu.fast import layout as at
 from headrace.backends.cpu.fast.coding_plan import SHARES, CodingPlan
-from headrace.backends.cpu.fast.kernels_product import CODES, PLAIN, WIDE_IS_SHORT
+from headrace.backends.cpu.fast.kernels_coding import CODES, WIDE_IS_SHORT
+from headrace.backends.cpu.fast.kernels_product import PLAIN
 from headrace.backends.cpu.ops import CpuOps
 from headrace.backends.runner import OpsRunner
 from headrace.clock import SystemClock

@@ -23,7 +23,8 @@ from headrace.backends.cpu.fast.intrinsics import (
     LANES,
     routine,
 )
-from headrace.backends.cpu.fast.kernels_product import OUTPUTS_AT_ONCE, RESULTS, WIDE_IS_SHORT
+from headrace.backends.cpu.fast.kernels_coding import WIDE_IS_SHORT
+from headrace.backends.cpu.fast.kernels_product import OUTPUTS_AT_ONCE, RESULTS
 
 READ_BYTES = 256 << 20
 """Per thread: far more than any last-level cache here keeps."""
@@ -32,7 +33,7 @@ CACHED_BYTES = 256 << 10
 READS = 4
 """Times that all of it is read in a round, so that threads which begin apart are together for most of it."""
 ROUNDS = 7
-CHAINS, PER_CHAIN = 8, 8
+CHAINS, PER_CHAIN = 12 if OUTPUTS_AT_ONCE == LANES else 8, 8
 """Sums that do not wait for each other, and products added to each per round."""
 
 

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numba
 import numpy as np
 import pytest
+from llvmlite import binding
 
 from headrace.backends.cpu.backend import CpuBackend
 from headrace.backends.cpu.fast import capability
@@ -187,12 +189,24 @@ def test_every_level_computes_the_same_model_without_torch(
 )
 def test_operations_are_right_at_lower_levels(level: str) -> None:
     """The operations' own tests, in a process whose kernels are of that level."""
+    run_tests_of_operations({capability.VARIABLE: level})
+
+
+@pytest.mark.skipif(capability.level() != capability.AVX512_VNNI, reason="needs AVX-512 VNNI")
+def test_operations_are_right_as_the_other_maker_of_cpus_wants_them() -> None:
+    """Kernels for a CPU whose ports are unlike this one's, less what this one may lack."""
+    cpu = "znver4" if capability.has_two_ports() else "cascadelake"
+    told = {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": "-sse4a"}
+    run_tests_of_operations({capability.VARIABLE: capability.AVX512_VNNI, **told})
+
+
+def run_tests_of_operations(environment: dict[str, str]) -> None:
     tests = [
         str(Path(__file__).with_name(f"test_cpu_fast_{name}.py")) for name in ("ops", "attention")
     ]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests],
-        env={**os.environ, capability.VARIABLE: level},
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
         check=False,
@@ -224,6 +238,36 @@ kernel.compile((numba.int64,) * 3 + (numba.float32,))
 code = kernel.inspect_asm(kernel.signatures[0])
 print(json.dumps([intrinsics.LEVEL, [name for name in ("__trunc", "__extend") if name in code]]))
 """
+
+
+@pytest.mark.parametrize(
+    ("maker", "told", "has_two", "has_brain"),
+    [
+        ({"sse4a": True}, None, False, True),
+        ({"sse4a": False}, None, True, False),
+        ({"sse4a": True}, "cascadelake", True, False),
+        ({"sse4a": False}, "znver4", False, False),
+    ],
+)
+def test_ports_and_dot_products_of_bf16_follow_the_maker(
+    maker: dict[str, bool],
+    told: str | None,
+    has_two: bool,
+    has_brain: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    features = {**ALL, "avx512bf16": True, **maker}
+    monkeypatch.setenv(capability.VARIABLE, capability.AVX512_VNNI)
+    monkeypatch.setattr(binding, "get_host_cpu_features", lambda: features)
+    monkeypatch.setattr(numba.config, "CPU_NAME", told)
+    for function in (capability.level, capability.has_two_ports):
+        function.cache_clear()
+    try:
+        assert capability.has_two_ports() is has_two
+        assert capability.has_brain_dot() is has_brain
+    finally:
+        for function in (capability.level, capability.has_two_ports):
+            function.cache_clear()
 
 
 def test_a_cpu_that_numba_was_told_gets_no_instructions_it_may_lack() -> None:

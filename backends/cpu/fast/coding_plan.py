@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from headrace.backends.batches import SequenceStep, forward_batch
-from headrace.backends.cpu.fast.kernels_product import (
-    FORMS_WITH_ROOM,
+from headrace.backends.cpu.fast.kernels_coding import (
     GROUP,
     PLAN_BYTES,
     PLAN_DOUBLES,
     PLAN_FACTORS,
     PLAN_WIDE,
 )
+from headrace.backends.cpu.fast.kernels_product import FORMS_WITH_ROOM
 from headrace.backends.cpu.fast.layout import TOKENS
 from headrace.types import EngineSettings, ForwardBatch
 
@@ -55,7 +55,7 @@ class CodingPlan:
     """Of one value that products read. `groups` and `loudness` are mutable, at fixed addresses."""
 
     groups: NDArray[np.void]
-    """[groups], as in kernels_product: what inputs are divided by and their weights multiplied, flags."""
+    """[groups], as in kernels_coding: what inputs are divided by and their weights multiplied, flags."""
     loudness: NDArray[np.float32]
     """[groups * 32], the largest magnitudes seen by the trial."""
     domain: int

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -44,6 +44,7 @@ BRAINS = ir.VectorType(BrainType(), LANES)
 BRAIN_PAIRS = ir.VectorType(BrainType(), 2 * LANES)
 BYTES, SHORTS = ir.VectorType(I8, LANES), ir.VectorType(I16, LANES)
 LEVEL = capability.level()
+binding.initialize_native_asmparser()  # for `dot_here`
 DOT_SHIFTS_SIGNED = capability.AVX2 != LEVEL
 """Whether `Emitter.dot` of codes w + 128 gives sum((w + 128) * x), so that 128 * sum(x) must come off."""
 HAS_BRAIN_DOT = capability.has_brain_dot()
@@ -271,6 +272,19 @@ class Emitter:
             value = self.builder.ashr(value, self.fill(24, INTS))
             total = self.builder.add(total, self.builder.mul(code, value))
         return total
+
+    def dot_here(self, total: Any, codes: Any, x: Any, offset: int) -> Any:
+        """`dot` of codes with the 4 bytes `offset` behind the address `x`; AVX512_VNNI only.
+
+        It stays where it is among others like it: LLVM takes sums one after the other, to need fewer registers,
+        and each product then waits for the one before. The address is one register: with two, the reading would
+        take a place of its own beside the product on Intel.
+        """
+        kind = ir.FunctionType(INTS, [INTS, INTS, I64])
+        text = f"vpdpbusd {offset}($3){{1to16}}, $2, $0"
+        return self.builder.asm(
+            kind, text, "=v,0,v,r,~{memory}", [total, codes, x], side_effect=True
+        )
 
     def dot_few(self, codes: Any, x: Any) -> Any:
         """The sum of 16 products of bytes, unsigned and signed; AVX512_VNNI only."""

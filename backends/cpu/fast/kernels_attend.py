@@ -51,8 +51,9 @@ from headrace.backends.cpu.fast.kernels_rowwise import bytes_of, copy_scaled
 from headrace.backends.cpu.kernels_rows import floats, ints, longs
 from headrace.backends.cpu.kernels_vector import float_of_bits
 
-MAX_VECTORS = 48
-"""Query vectors (queries x heads that share a KV head) of one item."""
+MAX_VECTORS = 96 // NUMBER_BYTES
+"""Query vectors (queries x heads that share a KV head) of one item: they stay in the first-level cache, with
+their sums and a segment's keys and values."""
 SEGMENT_ROWS = SEGMENT_BLOCKS * LANES
 LEAD_RUNS = SEGMENT_BLOCKS + 2
 """How many runs are asked for before they are read, in the order of memory: a segment's keys are read before

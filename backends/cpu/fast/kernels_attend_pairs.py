@@ -46,6 +46,8 @@ PAIRS_AT_ONCE = (8, 4, 3, 2, 1) if IS_LARGE else (4, 3, 2, 1)
 """Numbers of vectors that share a read of the keys."""
 NUMBER_BYTES = 2 if HAS_BRAIN_DOT else 4
 """Of a query's numbers and of weights."""
+HAS_TWO_SUMS = IS_LARGE and not HAS_BRAIN_DOT
+"""Whether even numbers' products and odd ones' are summed apart: one sum would wait for itself."""
 
 
 def _rounded(e: Any, x: Any) -> Any:
@@ -82,8 +84,13 @@ def write_pairs(e: Any, keys: Any, values: Any, k: Any, v: Any, head_dim: Any, l
         e.store(builder.or_(kept, builder.lshr(value, down)), line)
 
 
-def _add_products(e: Any, parts: list[Any], places: list[Any], sums: list[list[Any]]) -> None:
-    """sums[v][i] += parts[i], pairs of bf16, times the two numbers at places[v]."""
+def _add_products(
+    e: Any, parts: list[Any], places: list[Any], sums: list[list[Any]], *, is_apart: bool = False
+) -> None:
+    """sums[v][i] += parts[i], pairs of bf16, times the two numbers at places[v].
+
+    is_apart: of the one part there is, products of second numbers go to sums[v][1].
+    """
     if HAS_BRAIN_DOT:
         for place, of_vector in zip(places, sums, strict=True):
             x = e.broadcast(e.load(place, I32))
@@ -94,7 +101,8 @@ def _add_products(e: Any, parts: list[Any], places: list[Any], sums: list[list[A
         wide = [widen(part) for part in parts]
         for place, of_vector in zip(places, sums, strict=True):
             x = e.broadcast(e.load(place, F32, NUMBER_BYTES * number))
-            for part, total in zip(wide, of_vector, strict=False):
+            of_number = of_vector[number:] if is_apart else of_vector
+            for part, total in zip(wide, of_number, strict=False):
                 e.set(total, e.fma(part, x, e.get(total)))
 
 
@@ -139,13 +147,17 @@ def score_pairs(
                 for run in following:
                     fetch(e, e.add(run, line))
                 offset = e.times(loop.index, 2 * NUMBER_BYTES)
-                _add_products(e, parts, [e.add(row, offset) for row in rows], sums)
+                places = [e.add(row, offset) for row in rows]
+                _add_products(e, parts, places, sums, is_apart=HAS_TWO_SUMS)
             target = e.add(out, e.times(first, 4 * LANES))
             for index, pair in enumerate(sums):
-                for i, total in enumerate(pair[:together]):
-                    e.store(e.get(total), target, SCORE_ROW * index + 4 * LANES * i)
+                found = [e.get(total) for total in pair]
+                found = [e.builder.fadd(*found)] if HAS_TWO_SUMS else found[:together]
+                for i, score in enumerate(found):
+                    e.store(score, target, SCORE_ROW * index + 4 * LANES * i)
 
-        some_at_a_time(e, num_blocks, _at_once(known, 2) if known > FEW else 1, some)
+        is_one = known <= FEW or HAS_TWO_SUMS
+        some_at_a_time(e, num_blocks, 1 if is_one else _at_once(known, 2), some)
 
     by_count(e, count, PAIRS_AT_ONCE, body)
 

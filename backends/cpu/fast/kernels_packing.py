@@ -10,13 +10,8 @@ import numpy as np
 
 from headrace.backends.cpu.fast.compiled import fast_kernel
 from headrace.backends.cpu.fast.intrinsics import LANES
-from headrace.backends.cpu.fast.kernels_product import (
-    BYTES_SIGNED,
-    GROUP,
-    NIBBLES,
-    PLAIN,
-    TILE_BYTES,
-)
+from headrace.backends.cpu.fast.kernels_coding import GROUP
+from headrace.backends.cpu.fast.kernels_product import BYTES_SIGNED, NIBBLES, PLAIN, TILE_BYTES
 from headrace.backends.cpu.fast.kernels_rowwise import byte_at, bytes_of, half_at, store_half
 from headrace.backends.cpu.kernels_rows import bf16_of, floats, halves
 

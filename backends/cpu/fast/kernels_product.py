@@ -2,17 +2,9 @@
 
 A weight is tiles of 16 outputs x 32 inputs, those of the same outputs one after the other along the
 inputs. Lane i of a vector is output i; a 32-bit lane of codes holds 4 consecutive inputs, so one
-broadcast of 4 activation bytes meets 16 outputs. Rows are taken 8 at a time: codes are unpacked once.
+broadcast of 4 activation bytes meets 16 outputs. Rows are taken 8 at a time: codes are unpacked once for those.
 
-Activations come in one of two codings. CODES, for weights of whole numbers: whole numbers too, by group of
-32 inputs. Those of a wide group have 15 bits and are kept as two int8 (256 * high + low), or as int16 with
-AVX2; those of a narrow one have 8, once loud inputs are made smaller. A plan says what each group is (see
-coding_plan): 32 bytes, powers of two, that inputs are divided by before they are coded and their weights' codes
-multiplied by in turn, and bytes that say whether it is wide and whether one of those is not 1.
-Behind the codes come records, one per group: scale f32, scale * sum f32 (of codes times those bytes), and -128
-times the sum of the codes, of the first 16 and of the last 16 (i32).
-
-BRAIN, for weights of bf16: bf16 too, or f32 where the CPU has no products of bf16.
+What activations are coded as, which they are for each form, is in kernels_coding.
 docs/performance.md has what each costs and what was tried.
 """
 
@@ -29,14 +21,29 @@ from headrace.backends.cpu.fast import capability
 from headrace.backends.cpu.fast.intrinsics import (
     DOT_SHIFTS_SIGNED,
     F32,
-    HAS_BRAIN_DOT,
-    I8,
     I32,
     I64,
     LANES,
     LEVEL,
     SHORTS16,
     routine,
+)
+from headrace.backends.cpu.fast.kernels_coding import (
+    BRAIN,
+    BRAIN_IS_FLOAT,
+    CODES,
+    EXCESS,
+    EXCESS_FIRST,
+    EXCESS_LAST,
+    PLAN_BYTES,
+    PLAN_FACTORS,
+    RECORD_SCALE,
+    RECORD_SUM,
+    RUN_BYTES,
+    WIDE_IS_SHORT,
+    has_doubles,
+    is_wide,
+    low_codes_behind,
 )
 
 NIBBLES = 0
@@ -51,38 +58,25 @@ PLAIN = 4
 """1,024 bytes: 16 runs of 16 pairs of bf16, two consecutive inputs of an output in a pair."""
 
 TILE_BYTES = (320, 544, 576, 576, 1024)
-GROUP = 32
 FORMS_WITH_ROOM = (NIBBLES, BYTES_WITH_MINIMUM) if LEVEL == capability.AVX512_VNNI else ()
 """Those whose codes can be doubled three times and are still bytes; with AVX2 their sums would not fit then."""
-PLAN_FACTORS, PLAN_WIDE, PLAN_DOUBLES, PLAN_BYTES = 0, 32, 33, 64
-CODES, BRAIN = range(2)
-"""How activations are coded."""
-BRAIN_IS_FLOAT = not HAS_BRAIN_DOT
-"""Whether BRAIN codes are kept as f32: where there are no products of bf16 nothing is won by rounding."""
-CODE_BYTES = (64, 128 if BRAIN_IS_FLOAT else 64)
-"""Of a group of activations in each coding. CODES: 32 high bytes, those of all groups; then as many low ones,
-written where a group is wide."""
-RECORD_BYTES = (20, 0)
-EXCESS, EXCESS_FIRST, EXCESS_LAST = 8, 12, 16
-"""Where a record has what dot products of codes w + 128 are too large by."""
 ROWS_AT_ONCE = (8, 4, 2, 1)
 OUTPUTS_AT_ONCE = 8 if LEVEL == capability.AVX2 else LANES
 """Outputs of a tile that are computed together: what a register holds."""
 RESULTS, INTEGERS = (ir.VectorType(kind, OUTPUTS_AT_ONCE) for kind in (F32, I32))
-WIDE_IS_SHORT = LEVEL == capability.AVX2
-"""Whether wide codes are kept as int16, of inputs 0, 2, 1, 3 of each 4: AVX2 multiplies those as fast."""
-ROWS_IN_FLIGHT = 8 if LEVEL == capability.AVX2 else 4
-"""Rows whose integer sums are in registers together, beside the results of 8."""
 PREFETCH_TILES = 8
+HAS_TWO_PORTS = LEVEL == capability.AVX512_VNNI and capability.has_two_ports()
+MANY_ROWS = 16
+"""From here on a column's nibbles are unpacked once for all rows, not once for every 8, if HAS_TWO_PORTS."""
+UNPACKED_GROUPS = 24
+"""Of a column at a time, so that they stay in the first-level cache."""
+UNPACKED_BYTES = 512 + 2 * 4 * LANES
+"""8 vectors of codes, scales and minima as f32."""
 
 
-def codes_at(e: Any, x: Any, groups: Any, group: Any) -> tuple[Any, Any]:
-    """Where the codes of a group begin, and its low bytes, in a row of CODES at `x`."""
-    if WIDE_IS_SHORT:
-        here = e.add(x, e.times(group, CODE_BYTES[CODES]))
-        return here, here
-    high = e.add(x, e.times(group, GROUP))
-    return high, e.add(high, e.times(groups, GROUP))
+def rows_in_flight(parts: int) -> int:
+    """Rows whose integer sums, `parts` each, are in registers together, beside the results of 8."""
+    return 8 if LEVEL == capability.AVX2 or (HAS_TWO_PORTS and parts == 1) else 4
 
 
 class _Totals:
@@ -121,29 +115,100 @@ def _codes(e: Any, tile: Any, form: int, is_wide: bool) -> list[Any]:
 def _doubled(e: Any, codes: Sequence[Any], plan: Any) -> list[Any]:
     """Return codes times their bytes of a plan; in every second group there are none to double."""
     slots = [e.variable(code) for code in codes]
-    is_any = e.builder.icmp_signed("!=", e.load(plan, I8, PLAN_DOUBLES), I8(0))
-    with e.builder.if_then(is_any):
+    with e.builder.if_then(has_doubles(e, plan)):
         for number, slot in enumerate(slots):
             factors = e.broadcast(e.load(plan, I32, PLAN_FACTORS + 4 * number))
             e.set(slot, e.times_powers(e.get(slot), factors))
     return [e.get(slot) for slot in slots]
 
 
-def _kept_here(e: Any, x: Any) -> Any:
-    """Return the address `x` such that what is read from it is read between here and the next store.
+class _Packed:
+    """A column of tiles as they are held, for `_rows`."""
 
-    Broadcast once for both sides, or early for a half to come, it would take more registers than AVX2 has.
+    def __init__(self, e: Any, form: int, at: dict[str, Any]) -> None:
+        self._e, self._form, self._at = e, form, at
+        self.first, self.count = e.integer(0), at["groups"]
+
+    def start(self, side: Any, out: Any) -> Any:
+        """Return what the results of a row begin with, which are to be at `out`."""
+        e = self._e
+        slot = e.variable(e.fill(0.0, RESULTS))
+        is_biased = e.builder.icmp_signed("!=", self._at["bias"], e.integer(0))
+        with e.builder.if_then(is_biased):
+            e.set(slot, e.load(e.add(self._at["bias"], e.times(side, 4)), RESULTS))
+        return e.get(slot)
+
+    def _tile(self, group: Any) -> Any:
+        return self._e.add(self._at["tiles"], self._e.times(group, TILE_BYTES[self._form]))
+
+    def scales(self, group: Any, side: Any) -> list[Any]:
+        """Return a tile's scales, and the second ones or its minima where there are some."""
+        e, end = self._e, 256 if self._form == NIBBLES else 512
+        place = e.add(self._tile(group), e.add(e.times(side, 2), end))
+        count = 1 if self._form == BYTES_SIGNED else 2
+        return [e.load_halves(place, 32 * number, OUTPUTS_AT_ONCE) for number in range(count)]
+
+    def codes(self, group: Any, side: Any, plan: Any, is_wide: bool) -> list[Any]:
+        e = self._e
+        tile = e.add(self._tile(group), e.times(side, 4))
+        codes = _codes(e, tile, self._form, is_wide)
+        return _doubled(e, codes, plan) if self._form in FORMS_WITH_ROOM and not is_wide else codes
+
+
+class _Unpacked:
+    """Tiles of NIBBLES from group `first` on as bytes, doubled, their scales and minima as f32."""
+
+    def __init__(self, e: Any, at: dict[str, Any], space: Any, first: Any, count: Any) -> None:
+        self._e, self._space = e, space
+        self.first, self.count = first, count
+        self._held = held = _Packed(e, NIBBLES, at)
+        with e.loop(count) as loop:
+            group = e.add(first, loop.index)
+            target = self._target(group)
+            plan = e.add(at["plan"], e.times(group, PLAN_BYTES))
+            values = held.codes(group, e.integer(0), plan, is_wide=False)
+            for place, value in enumerate(values + held.scales(group, e.integer(0))):
+                e.store(value, target, 64 * place)
+
+    def _target(self, group: Any) -> Any:
+        inside = self._e.builder.sub(group, self.first)
+        return self._e.add(self._space, self._e.times(inside, UNPACKED_BYTES))
+
+    def start(self, side: Any, out: Any) -> Any:
+        """Return what a row's results were behind the groups before."""
+        slot = self._e.variable(self._held.start(side, out))
+        is_later = self._e.builder.icmp_signed("!=", self.first, self._e.integer(0))
+        with self._e.builder.if_then(is_later):
+            self._e.set(slot, self._e.load(out))
+        return self._e.get(slot)
+
+    def scales(self, group: Any, side: Any) -> list[Any]:
+        return [self._e.load(self._target(group), offset=512 + 64 * place) for place in range(2)]
+
+    def codes(self, group: Any, side: Any, plan: Any, is_wide: bool) -> list[Any]:
+        target = self._target(group)
+        return [self._e.load(target, INTEGERS, 64 * place) for place in range(8)]
+
+
+def _runs(e: Any, first: Any, offsets: list[Any]) -> list[Any]:
+    """Return where rows have their run of codes, `offsets` from `first`.
+
+    AVX2: such that what is read there is read between here and the next store; broadcast once for both sides,
+    or early for a half to come, it would take more registers than there are. Two ports: each in a register of
+    its own, because an address of two takes a place of its own beside the product that reads there.
     """
-    return e.opaque(x) if OUTPUTS_AT_ONCE < LANES else x
+    if OUTPUTS_AT_ONCE < LANES:
+        first = e.opaque(first)
+    return [e.add(first, offset) for offset in offsets]
 
 
 def _sums(
-    e: Any, form: int, is_wide: bool, codes: Sequence[Any], x: list[list[Any]], starts: list[Any]
+    e: Any, form: int, is_wide: bool, codes: Sequence[Any], x: list[Any], low: Any, excess: int
 ) -> list[Any]:
-    """Return each row's integer products with some codes, which meet the numbers from `x` on, high and low.
+    """Return each row's integer products with some codes, which meet the numbers from `x` on.
 
-    `starts`: what each sum begins with. Rows advance together, code by code, so that no dot product waits for
-    the one before it.
+    low: how far low bytes are behind high ones. excess: what a sum of codes w + 128 begins with, behind `x`.
+    Rows advance together, code by code, so that no dot product waits for the one before it.
     """
     is_short = is_wide and WIDE_IS_SHORT
     is_summed_short = not is_wide and form == NIBBLES and LEVEL == capability.AVX2
@@ -152,11 +217,15 @@ def _sums(
     parts = 2 if is_wide and not is_short else 1
     totals = [[e.fill(0, kind) for _ in range(parts)] for _ in x]
     if is_signed and (DOT_SHIFTS_SIGNED or is_short):
-        for total, start in zip(totals, starts, strict=True):
-            total[-1] = e.broadcast(e.load(start, I32), OUTPUTS_AT_ONCE)
+        for total, run in zip(totals, x, strict=True):
+            total[-1] = e.broadcast(e.load(run, I32, excess), OUTPUTS_AT_ONCE)
+    places = [(run, e.add(run, low))[:parts] for run in x]
     for number, code in enumerate(codes):
-        for total, row in zip(totals, x, strict=True):
+        for total, row in zip(totals, places, strict=True):
             for part in range(parts):
+                if HAS_TWO_PORTS:
+                    total[part] = e.dot_here(total[part], code, row[part], 4 * number)
+                    continue
                 value = e.load(row[part], I32, 4 * number)
                 value = e.broadcast(value, OUTPUTS_AT_ONCE)
                 if is_short:
@@ -177,31 +246,29 @@ def _sums(
 def _add_coded(
     e: Any, form: int, is_wide: bool, at: dict[str, Any], offsets: list[Any], totals: list[Any]
 ) -> None:
-    """Add one tile to every row's total. `offsets`: of each row from the addresses `x` and `record`."""
+    """Add one tile, `codes` and `scales` of `at`, to every row's total.
+
+    run: where row 0 has the group's codes. low: how far its low bytes are behind. offsets: of each row.
+    """
     is_in_halves = form == BYTES_IN_HALVES
-    scales = [e.load_halves(at["scales"], 0, OUTPUTS_AT_ONCE)]
-    if form != BYTES_SIGNED:
-        scales.append(e.load_halves(at["scales"], 32, OUTPUTS_AT_ONCE))
-    codes = _codes(e, at["codes"], form, is_wide)
-    if form in FORMS_WITH_ROOM and not is_wide:
-        codes = _doubled(e, codes, at["plan"])
+    codes, scales = at["codes"], at["scales"]
     size = len(codes) // (2 if is_in_halves else 1)
     for half, scale in enumerate(scales if is_in_halves else scales[:1]):
-        base = [e.add(_kept_here(e, part), 4 * size * half) for part in at["x"]]
-        x = [[e.add(part, offset) for part in base] for offset in offsets]
-        place = (EXCESS_FIRST, EXCESS_LAST)[half] if is_in_halves else EXCESS
-        records = [e.add(at["record"], offset) for offset in offsets]
-        for first in range(0, len(totals), ROWS_IN_FLIGHT):
-            some = slice(first, first + ROWS_IN_FLIGHT)
-            starts = [e.add(record, place) for record in records[some]]
+        runs = _runs(e, at["run"], offsets)
+        begin = 4 * size * half
+        excess = (EXCESS_FIRST, EXCESS_LAST)[half] if is_in_halves else EXCESS
+        at_once = rows_in_flight(2 if is_wide else 1)
+        for first in range(0, len(totals), at_once):
+            some = slice(first, first + at_once)
             of_half = codes[size * half : size * (half + 1)]
-            sums = _sums(e, form, is_wide, of_half, x[some], starts)
-            for total, record, part in zip(totals[some], records[some], sums, strict=True):
-                x_scale = e.broadcast(e.load(record, F32, 0), OUTPUTS_AT_ONCE)
+            x = [e.add(run, begin) for run in runs[some]]
+            sums = _sums(e, form, is_wide, of_half, x, at["low"], excess - begin)
+            for total, run, part in zip(totals[some], runs[some], sums, strict=True):
+                x_scale = e.broadcast(e.load(run, F32, RECORD_SCALE), OUTPUTS_AT_ONCE)
                 factor = e.builder.fmul(scale, x_scale)
                 result = e.fma(e.builder.sitofp(part, RESULTS), factor, e.get(total))
                 if len(scales) == 2 and not is_in_halves:
-                    x_sum = e.broadcast(e.load(record, F32, 4), OUTPUTS_AT_ONCE)
+                    x_sum = e.broadcast(e.load(run, F32, RECORD_SUM), OUTPUTS_AT_ONCE)
                     result = e.fma(scales[1], x_sum, result)
                 e.set(total, result)
 
@@ -225,11 +292,6 @@ def _add_plain(e: Any, tile: Any, x: list[Any], totals: list[Any]) -> None:
         e.set(total, result)
 
 
-def is_wide(e: Any, plan: Any) -> Any:
-    """Whether the group of activations with this plan is wide, as an i1."""
-    return e.builder.icmp_signed("!=", e.load(plan, I8, PLAN_WIDE), I8(0))
-
-
 @contextlib.contextmanager
 def _sides(e: Any) -> Iterator[Any]:
     """The code for OUTPUTS_AT_ONCE of a tile's outputs, for each of the places it gives."""
@@ -240,46 +302,42 @@ def _sides(e: Any) -> Iterator[Any]:
         yield e.times(loop.index, OUTPUTS_AT_ONCE)
 
 
-def _rows(e: Any, form: int, num_rows: int, at: dict[str, Any]) -> None:
-    """Multiply `num_rows` rows, from the addresses `at` on, with one column of tiles."""
+def _rows(e: Any, form: int, num_rows: int, at: dict[str, Any], tiles: _Packed | _Unpacked) -> None:
+    """Multiply `num_rows` rows, from the addresses `at` on, with tiles of one column."""
     coding = BRAIN if form == PLAIN else CODES
     offsets = [e.times(at["x_stride"], row) for row in range(num_rows)]
     slots = [_Totals(e) for _ in range(num_rows)]
+
+    def place(row: int, side: Any) -> Any:
+        return e.add(at["out"], e.add(e.times(at["out_stride"], row), e.times(side, 4)))
+
     with _sides(e) as side:
-        slot = e.variable(e.fill(0.0, RESULTS))
-        is_biased = e.builder.icmp_signed("!=", at["bias"], e.integer(0))
-        with e.builder.if_then(is_biased):
-            e.set(slot, e.load(e.add(at["bias"], e.times(side, 4)), RESULTS))
         for row in range(num_rows):
-            e.set(slots[row].at(side), e.get(slot))
-    with e.loop(at["groups"]) as loop:
-        tile = e.add(at["tiles"], e.times(loop.index, TILE_BYTES[form]))
+            e.set(slots[row].at(side), tiles.start(side, place(row, side)))
+    with e.loop(tiles.count) as loop:
+        group = e.add(tiles.first, loop.index)
         if num_rows == ROWS_AT_ONCE[0]:
             _fetch_share(e, at)
         else:
-            _fetch_tile(e, form, at, loop.index)
-        here = {"x": codes_at(e, at["x"], at["groups"], loop.index)}
-        record = e.add(at["x"], e.times(at["groups"], CODE_BYTES[coding]))
-        here["record"] = e.add(record, e.times(loop.index, RECORD_BYTES[coding]))
+            _fetch_tile(e, form, at, group)
+        run = e.add(at["x"], e.times(group, RUN_BYTES[coding]))
+        plan = e.add(at["plan"], e.times(group, PLAN_BYTES))
         with _sides(e) as side:
-            here["codes"] = e.add(tile, e.times(side, 4))
             totals = [slot.at(side) for slot in slots]
             if form == PLAIN:
-                first = e.add(at["x"], e.times(loop.index, CODE_BYTES[BRAIN]))
-                x = [e.add(_kept_here(e, first), offset) for offset in offsets]
-                _add_plain(e, here["codes"], x, totals)
+                tile = e.add(at["tiles"], e.add(e.times(group, TILE_BYTES[form]), e.times(side, 4)))
+                _add_plain(e, tile, _runs(e, run, offsets), totals)
             else:
-                end = 256 if form == NIBBLES else 512
-                here["scales"] = e.add(tile, e.add(e.times(side, 2), end))
-                here["plan"] = e.add(at["plan"], e.times(loop.index, PLAN_BYTES))
-                with e.builder.if_else(is_wide(e, here["plan"])) as (wide, narrow):
+                low = low_codes_behind(e, at["groups"], group)
+                here = {"run": run, "low": low, "scales": tiles.scales(group, side)}
+                with e.builder.if_else(is_wide(e, plan)) as (wide, narrow):
                     for branch in (wide, narrow):
                         with branch:
+                            here["codes"] = tiles.codes(group, side, plan, branch is wide)
                             _add_coded(e, form, branch is wide, here, offsets, totals)
     for row in range(num_rows):
         with _sides(e) as side:
-            out = e.add(at["out"], e.add(e.times(at["out_stride"], row), e.times(side, 4)))
-            e.store(e.get(slots[row].at(side)), out)
+            e.store(e.get(slots[row].at(side)), place(row, side))
 
 
 def _fetch_tile(e: Any, form: int, at: dict[str, Any], group: Any) -> None:
@@ -298,8 +356,9 @@ def _fetch_tile(e: Any, form: int, at: dict[str, Any], group: Any) -> None:
 def _fetch_share(e: Any, at: dict[str, Any]) -> None:
     """Ask for what `_fetching` says."""
     fetched = e.get(at["fetched"])
-    with e.loop(at["fetched_lines"]) as lines:
-        e.prefetch(e.add(fetched, e.times(lines.index, 64)))
+    e.prefetch(fetched)
+    with e.loop(e.add(at["fetched_lines"], -1)) as more:
+        e.prefetch(e.add(fetched, e.times(more.index, 64)), 64)
     e.set(at["fetched"], e.add(fetched, e.times(at["fetched_lines"], 64)))
 
 
@@ -316,17 +375,42 @@ def _fetching(e: Any, form: int, at: dict[str, Any], rows: Any) -> dict[str, Any
     return {"fetched": e.variable(at["next_tiles"]), "fetched_lines": lines}
 
 
-def _product(e: Any, form: int, at: dict[str, Any], rows: Any) -> None:
-    at = {**at, **_fetching(e, form, at, rows)}
+def _all_rows(e: Any, form: int, at: dict[str, Any], rows: Any, tiles: _Packed | _Unpacked) -> None:
+    """Multiply `rows` rows with tiles of one column, as many at once as there are registers for."""
     x, out, left = e.variable(at["x"]), e.variable(at["out"]), e.variable(rows)
     for size in ROWS_AT_ONCE:
         count = e.builder.sdiv(e.get(left), e.integer(size))
         with e.loop(count):
             here = {**at, "x": e.get(x), "out": e.get(out)}
-            _rows(e, form, size, here)
+            _rows(e, form, size, here, tiles)
             e.set(x, e.add(here["x"], e.times(at["x_stride"], size)))
             e.set(out, e.add(here["out"], e.times(at["out_stride"], size)))
         e.set(left, e.builder.srem(e.get(left), e.integer(size)))
+
+
+def _unpacked_product(e: Any, at: dict[str, Any], rows: Any) -> None:
+    """All rows with a column of NIBBLES, some groups after the other; results wait where they are to be."""
+    space = cgutils.alloca_once(e.builder, INTEGERS, size=UNPACKED_GROUPS * UNPACKED_BYTES // 64)
+    most = e.integer(UNPACKED_GROUPS)
+    parts = e.builder.sdiv(e.add(at["groups"], UNPACKED_GROUPS - 1), most)
+    with e.loop(parts) as loop:
+        first = e.times(loop.index, UNPACKED_GROUPS)
+        count = e.call("llvm.smin.i64", I64, e.builder.sub(at["groups"], first), most)
+        tiles = _Unpacked(e, at, e.builder.ptrtoint(space, I64), first, count)
+        _all_rows(e, NIBBLES, at, rows, tiles)
+
+
+def _product(e: Any, form: int, at: dict[str, Any], rows: Any) -> None:
+    at = {**at, **_fetching(e, form, at, rows)}
+    if form != NIBBLES or not HAS_TWO_PORTS:
+        _all_rows(e, form, at, rows, _Packed(e, form, at))
+        return
+    is_many = e.builder.icmp_signed(">=", rows, e.integer(MANY_ROWS))
+    with e.builder.if_else(is_many) as (many, few):
+        with many:
+            _unpacked_product(e, at, rows)
+        with few:
+            _all_rows(e, form, at, rows, _Packed(e, form, at))
 
 
 @routine()

@@ -31,13 +31,8 @@ from headrace.backends.cpu.fast.kernels_attend import (
 )
 from headrace.backends.cpu.fast.kernels_attend_pairs import write_pairs
 from headrace.backends.cpu.fast.kernels_attend_rows import PAIRS, fetch_run
-from headrace.backends.cpu.fast.kernels_product import (
-    CODES,
-    GROUP,
-    PREFETCH_TILES,
-    TILE_BYTES,
-    product,
-)
+from headrace.backends.cpu.fast.kernels_coding import CODES, GROUP
+from headrace.backends.cpu.fast.kernels_product import PREFETCH_TILES, TILE_BYTES, product
 from headrace.backends.cpu.fast.kernels_rowwise import (
     add_rows,
     cap_row,

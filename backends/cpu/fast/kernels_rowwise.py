@@ -27,27 +27,30 @@ from headrace.backends.cpu.fast.intrinsics import (
     SHORTS,
     routine,
 )
-from headrace.backends.cpu.fast.kernels_product import (
+from headrace.backends.cpu.fast.kernels_coding import (
     BRAIN,
     BRAIN_IS_FLOAT,
-    BYTES_IN_HALVES,
-    BYTES_SIGNED,
-    CODE_BYTES,
     CODES,
     EXCESS,
     EXCESS_FIRST,
     EXCESS_LAST,
-    FORMS_WITH_ROOM,
     GROUP,
+    PLAN_BYTES,
+    PLAN_FACTORS,
+    RECORD_SCALE,
+    RECORD_SUM,
+    RUN_BYTES,
+    WIDE_IS_SHORT,
+    has_doubles,
+    is_wide,
+    low_codes_behind,
+)
+from headrace.backends.cpu.fast.kernels_product import (
+    BYTES_IN_HALVES,
+    BYTES_SIGNED,
+    FORMS_WITH_ROOM,
     NIBBLES,
     PLAIN,
-    PLAN_BYTES,
-    PLAN_DOUBLES,
-    PLAN_FACTORS,
-    RECORD_BYTES,
-    WIDE_IS_SHORT,
-    codes_at,
-    is_wide,
 )
 from headrace.backends.cpu.kernels_rows import floats
 from headrace.backends.cpu.kernels_vector import as_pointer
@@ -137,9 +140,9 @@ def gelu_row(e: Any, gate: Any, up: Any, out: Any, size: Any) -> None:
 
 @routine()
 def quantize_row(e: Any, x: Any, groups: Any, coding: Any, plan: Any, out: Any) -> None:
-    """Write `groups` x 32 numbers at `out` in a coding of kernels_product, with its records.
+    """Write `groups` x 32 numbers at `out` in a coding of kernels_coding.
 
-    plan: what is read of it for CODES is in kernels_product.
+    plan: what is read of it for CODES is said there.
     """
     is_coded = e.builder.icmp_signed("==", coding, e.integer(CODES))
     with e.builder.if_else(is_coded) as (codes, brains):
@@ -153,12 +156,11 @@ def _write_brains(e: Any, x: Any, groups: Any, out: Any) -> None:
     with e.loop(e.times(groups, GROUP // LANES)) as loop:
         value = e.load(e.add(x, e.times(loop.index, _ROW)))
         value = value if BRAIN_IS_FLOAT else e.narrow(value)
-        e.store(value, e.add(out, e.times(loop.index, CODE_BYTES[BRAIN] * LANES // GROUP)))
+        e.store(value, e.add(out, e.times(loop.index, RUN_BYTES[BRAIN] * LANES // GROUP)))
 
 
 def _write_codes(e: Any, x: Any, groups: Any, plan: Any, out: Any) -> None:
     builder = e.builder
-    records = e.add(out, e.times(groups, CODE_BYTES[CODES]))
     with e.loop(groups) as loop:
         place = e.add(x, e.times(loop.index, 2 * _ROW))
         here = e.add(plan, e.times(loop.index, PLAN_BYTES))
@@ -173,7 +175,8 @@ def _write_codes(e: Any, x: Any, groups: Any, plan: Any, out: Any) -> None:
         inverse = e.broadcast(builder.fdiv(highest, most))
         share = builder.select(is_wide_here, F32(1 / _HIGHEST_WIDE), F32(1 / _HIGHEST_NARROW))
         scale = builder.fmul(most, share)
-        target, low_target = codes_at(e, out, groups, loop.index)
+        target = e.add(out, e.times(loop.index, RUN_BYTES[CODES]))
+        low_target = e.add(target, low_codes_behind(e, groups, loop.index))
         codes = [builder.fptosi(e.round(builder.fmul(value, inverse)), INTS) for value in values]
         slots = [e.variable(I32(0)) for _ in codes]
         with builder.if_else(is_wide_here) as (wide_here, narrow_here):
@@ -186,17 +189,16 @@ def _write_codes(e: Any, x: Any, groups: Any, plan: Any, out: Any) -> None:
                     e.set(slot, total)
         sums = [e.get(slot) for slot in slots]
         whole = builder.add(*sums)
-        record = e.add(records, e.times(loop.index, RECORD_BYTES[CODES]))
-        e.store(scale, record)
-        e.store(builder.fmul(scale, builder.sitofp(whole, F32)), record, 4)
+        e.store(scale, target, RECORD_SCALE)
+        e.store(builder.fmul(scale, builder.sitofp(whole, F32)), target, RECORD_SUM)
         for place, total in ((EXCESS, whole), (EXCESS_FIRST, sums[0]), (EXCESS_LAST, sums[1])):
-            e.store(builder.mul(total, I32(-128)), record, place)
+            e.store(builder.mul(total, I32(-128)), target, place)
 
 
 def _divided(e: Any, values: list[Any], plan: Any) -> list[Any]:
     """32 numbers divided by their bytes of a plan: the bits of a power of two and of its inverse add up."""
     builder, slots = e.builder, [e.variable(value) for value in values]
-    with builder.if_then(builder.icmp_signed("!=", e.load(plan, I8, PLAN_DOUBLES), I8(0))):
+    with builder.if_then(has_doubles(e, plan)):
         for half, slot in enumerate(slots):
             factors = builder.zext(e.load(plan, BYTES, PLAN_FACTORS + LANES * half), INTS)
             factors = builder.bitcast(builder.sitofp(factors, FLOATS), INTS)

@@ -15,11 +15,11 @@ import numpy as np
 from headrace.backends.cpu.fast import kernels_packing as packing
 from headrace.backends.cpu.fast.arena import Arena, address
 from headrace.backends.cpu.fast.intrinsics import LANES
+from headrace.backends.cpu.fast.kernels_coding import GROUP
 from headrace.backends.cpu.fast.kernels_product import (
     BYTES_IN_HALVES,
     BYTES_SIGNED,
     BYTES_WITH_MINIMUM,
-    GROUP,
     NIBBLES,
     PLAIN,
     TILE_BYTES,

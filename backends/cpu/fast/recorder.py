@@ -18,14 +18,8 @@ from headrace.backends.cpu.fast.arena import Arena, address
 from headrace.backends.cpu.fast.buffers import Value, assign_buffers
 from headrace.backends.cpu.fast.coding_plan import CodingPlan
 from headrace.backends.cpu.fast.intrinsics import LANES
-from headrace.backends.cpu.fast.kernels_product import (
-    BRAIN,
-    CODE_BYTES,
-    CODES,
-    GROUP,
-    PLAIN,
-    RECORD_BYTES,
-)
+from headrace.backends.cpu.fast.kernels_coding import BRAIN, CODES, GROUP, row_bytes
+from headrace.backends.cpu.fast.kernels_product import PLAIN
 from headrace.backends.cpu.fast.packing import (
     HeldWeight,
     Packer,
@@ -309,7 +303,7 @@ class Recorder:
         """Return x as codes: by the operation that makes it where that can, or by one of its own."""
         known = self._quantized.get((x, coding))
         groups = x.width // GROUP
-        stride = groups * (CODE_BYTES[coding] + RECORD_BYTES[coding])
+        stride = row_bytes(coding, groups)
         if known is not None:
             return Activation(known, 0, x.width)
         value = self._values[x.value]

@@ -19,7 +19,7 @@ from headrace.backends.cpu.fast.beside import MAX_SHARED_TOKENS, BesideTrial
 from headrace.backends.cpu.fast.coding_plan import trial_batch
 from headrace.backends.cpu.fast.first_start import FirstStart
 from headrace.backends.cpu.fast.intrinsics import LANES
-from headrace.backends.cpu.fast.kernels_product import GROUP
+from headrace.backends.cpu.fast.kernels_coding import GROUP
 from headrace.backends.cpu.fast.kv_pool import FORMS, PIECE_BYTES, FastKVPool, bytes_per_block
 from headrace.backends.cpu.fast.packing import SCHEMES, UnsupportedModel
 from headrace.backends.cpu.fast.pages import PagePreparer
