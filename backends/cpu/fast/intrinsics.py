@@ -168,6 +168,13 @@ class Emitter:
     def round(self, x: Any) -> Any:
         return self.call("llvm.rint.v16f32", FLOATS, x)
 
+    def to_int(self, x: Any) -> Any:
+        """16 f32 as i32, rounded to even; AVX-512 does both at once."""
+        if LEVEL != capability.AVX512_VNNI:
+            return self.builder.fptosi(self.round(x), INTS)
+        name, mask, as_told = "llvm.x86.avx512.mask.cvtps2dq.512", ir.Constant(I16, -1), I32(4)
+        return self.call(name, INTS, x, self.fill(0, INTS), mask, as_told)
+
     def widen_low(self, pairs: Any) -> Any:
         """The even bf16 of pairs as f32."""
         shifted = self.builder.shl(pairs, self.fill(16, pairs.type))
@@ -223,25 +230,26 @@ class Emitter:
         builder = self.builder
         x = self.largest(x, self.fill(-87.0))
         x = self.call("llvm.minnum.v16f32", FLOATS, x, self.fill(88.0))
-        n = self.round(builder.fmul(x, self.fill(1.4426950408889634)))
+        whole = self.to_int(builder.fmul(x, self.fill(1.4426950408889634)))
+        n = builder.sitofp(whole, FLOATS)
         r = self.fma(n, self.fill(-0.693359375), x)
         r = self.fma(n, self.fill(2.12194440e-4), r)
-        return self._scaled(n, r, (1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0))
+        return self._scaled(whole, r, (1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0))
 
     def exp2(self, x: Any) -> Any:
         """2**x within 4e-6 of the value for -126 <= x <= 127; what is less, and NaN, gives 2**-126."""
         x = self.largest(x, self.fill(-126.0))
-        n = self.round(x)
-        r = self.builder.fsub(x, n)
+        whole = self.to_int(x)
+        r = self.builder.fsub(x, self.builder.sitofp(whole, FLOATS))
         coefficients = (0.0013333558, 0.0096181291, 0.055504109, 0.24022651, 0.69314718, 1.0)
-        return self._scaled(n, r, coefficients)
+        return self._scaled(whole, r, coefficients)
 
     def _scaled(self, n: Any, r: Any, coefficients: Sequence[float]) -> Any:
         """2**n, for whole numbers n, times a polynomial of r, the highest power first."""
         builder, p = self.builder, self.fill(coefficients[0])
         for coefficient in coefficients[1:]:
             p = self.fma(p, r, self.fill(coefficient))
-        exponent = builder.shl(builder.fptosi(n, INTS), self.fill(23, INTS))
+        exponent = builder.shl(n, self.fill(23, INTS))
         return builder.bitcast(builder.add(builder.bitcast(p, INTS), exponent), FLOATS)
 
     def tanh(self, x: Any) -> Any:

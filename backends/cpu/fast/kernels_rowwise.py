@@ -177,7 +177,7 @@ def _write_codes(e: Any, x: Any, groups: Any, plan: Any, out: Any) -> None:
         scale = builder.fmul(most, share)
         target = e.add(out, e.times(loop.index, RUN_BYTES[CODES]))
         low_target = e.add(target, low_codes_behind(e, groups, loop.index))
-        codes = [builder.fptosi(e.round(builder.fmul(value, inverse)), INTS) for value in values]
+        codes = [e.to_int(builder.fmul(value, inverse)) for value in values]
         slots = [e.variable(I32(0)) for _ in codes]
         with builder.if_else(is_wide_here) as (wide_here, narrow_here):
             with wide_here:
