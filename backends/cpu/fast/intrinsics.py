@@ -47,6 +47,7 @@ LEVEL = capability.level()
 binding.initialize_native_asmparser()  # for `dot_here`
 DOT_SHIFTS_SIGNED = capability.AVX2 != LEVEL
 """Whether `Emitter.dot` of codes w + 128 gives sum((w + 128) * x), so that 128 * sum(x) must come off."""
+HAS_TWO_PORTS = capability.has_two_ports()
 HAS_BRAIN_DOT = capability.has_brain_dot()
 HAS_BYTE_FIELD = capability.has_byte_field()
 """Whether there is GFNI, which multiplies bytes; by powers of two without a carry that is a shift of each."""

@@ -66,8 +66,7 @@ def score_codes(
         def some(first: Any, together: int) -> None:
             here = [keys_of(e, blocks, e.add(first, i)) for i in range(together)]
             following = [run_at(e, ahead, e.add(first, i)) for i in range(together)]
-            if known < FEW:
-                following.append(keys_of(e, blocks, e.add(first, together)))
+            next_one = [keys_of(e, blocks, e.add(first, together))] if known < FEW else []
             for of_row in sums:
                 for total in (*of_row[0], *of_row[1]):
                     e.set(total, zero)
@@ -76,12 +75,14 @@ def score_codes(
                 parts = [e.load(e.add(block, line), INTS) for block in here]
                 for run in following:
                     fetch(e, e.add(run, line))
+                for run in next_one:
+                    fetch(e, e.add(run, line), again=True)
                 for index, of_row in enumerate(sums):
                     for half, total in zip((rows, lows), of_row, strict=True):
                         x = e.broadcast(e.load(e.add(half[index], place), I32))
                         for part, slot in zip(parts, total, strict=False):
                             e.set(slot, e.dot(e.get(slot), part, x, is_signed=True))
-            for run in following:
+            for run in following + next_one:
                 fetch(e, e.add(run, e.times(head_dim, LANES)))
             target = e.add(out, e.times(first, 4 * LANES))
             for index, (high, low) in enumerate(sums):
@@ -166,9 +167,12 @@ def blend_codes(
                 place = e.add(inside, e.times(quad, 4 * LANES))
                 line = e.add(block, place)
                 parts = [e.load(line, INTS, column_bytes * i) for i in range(together)]
-                for run in (run_at(e, ahead, index), keys_of(e, blocks, e.add(index, 1))):
+                for again, run in (
+                    (False, run_at(e, ahead, index)),
+                    (True, keys_of(e, blocks, e.add(index, 1))),
+                ):
                     for i in range(together):
-                        fetch(e, e.add(e.add(run, place), column_bytes * i))
+                        fetch(e, e.add(e.add(run, place), column_bytes * i), again=again)
                 offset = e.add(e.times(index, _BYTE_BLOCK), e.times(quad, 4))
                 for codes, of_vector in zip(places, sums, strict=True):
                     for half in range(2):

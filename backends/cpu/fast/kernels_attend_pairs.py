@@ -136,8 +136,7 @@ def score_pairs(
         def some(first: Any, together: int) -> None:
             here = [keys_of(e, blocks, e.add(first, i)) for i in range(together)]
             following = [run_at(e, ahead, e.add(first, i)) for i in range(together)]
-            if known <= FEW:
-                following.append(keys_of(e, blocks, e.add(first, together)))
+            next_one = [keys_of(e, blocks, e.add(first, together))] if known <= FEW else []
             for pair in sums:
                 for total in pair:
                     e.set(total, e.fill(0.0))
@@ -146,6 +145,8 @@ def score_pairs(
                 parts = [e.load(e.add(block, line), INTS) for block in here]
                 for run in following:
                     fetch(e, e.add(run, line))
+                for run in next_one:
+                    fetch(e, e.add(run, line), again=True)
                 offset = e.times(loop.index, 2 * NUMBER_BYTES)
                 places = [e.add(row, offset) for row in rows]
                 _add_products(e, parts, places, sums, is_apart=HAS_TWO_SUMS)
@@ -208,9 +209,12 @@ def blend_pairs(
                 place = e.add(inside, e.times(pair, 4 * LANES))
                 line = e.add(block, place)
                 parts = [e.load(line, INTS, column_bytes * i) for i in range(together)]
-                for run in (run_at(e, ahead, index), keys_of(e, blocks, e.add(index, 1))):
+                for again, run in (
+                    (False, run_at(e, ahead, index)),
+                    (True, keys_of(e, blocks, e.add(index, 1))),
+                ):
                     for i in range(together):
-                        fetch(e, e.add(e.add(run, place), column_bytes * i))
+                        fetch(e, e.add(e.add(run, place), column_bytes * i), again=again)
                 if mask is not None:
                     parts = [builder.and_(part, mask) for part in parts]
                 offset = e.times(e.add(e.times(index, LANES // 2), pair), 2 * NUMBER_BYTES)

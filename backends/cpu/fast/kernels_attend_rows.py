@@ -12,7 +12,16 @@ from typing import Any
 
 from llvmlite import ir
 
-from headrace.backends.cpu.fast.intrinsics import F32, FLOATS, I32, I64, INTS, LANES, routine
+from headrace.backends.cpu.fast.intrinsics import (
+    F32,
+    FLOATS,
+    HAS_TWO_PORTS,
+    I32,
+    I64,
+    INTS,
+    LANES,
+    routine,
+)
 
 PAIRS, CODES = 0, 1
 SEGMENT_BLOCKS = 8
@@ -27,6 +36,8 @@ BLENDED_AT_ONCE = (4, 3, 2, 1)
 """Numbers of vectors that share a read of the values."""
 LOW = -float("inf")
 _LINE_BYTES = 64
+_FIRST_INTO = 2 if HAS_TWO_PORTS else 3
+"""Into which cache a line is asked for at first: Intel's second has three times as many lines under way."""
 
 
 def block_bytes(head_dim: int, form: int) -> int:
@@ -59,9 +70,9 @@ def run_at(e: Any, runs: Any, index: Any) -> Any:
     return e.load(e.add(runs, e.times(index, 8)), I64)
 
 
-def fetch(e: Any, address: Any) -> None:
-    """Ask for a line that is read soon, into the first-level cache."""
-    e.prefetch(address)
+def fetch(e: Any, address: Any, *, again: bool = False) -> None:
+    """Ask for a line that is read soon; `again`: into the first-level cache, next."""
+    e.prefetch(address, locality=3 if again else _FIRST_INTO)
 
 
 @routine()

@@ -21,6 +21,7 @@ from headrace.backends.cpu.fast import capability
 from headrace.backends.cpu.fast.intrinsics import (
     DOT_SHIFTS_SIGNED,
     F32,
+    HAS_TWO_PORTS,
     I32,
     I64,
     LANES,
@@ -65,7 +66,6 @@ OUTPUTS_AT_ONCE = 8 if LEVEL == capability.AVX2 else LANES
 """Outputs of a tile that are computed together: what a register holds."""
 RESULTS, INTEGERS = (ir.VectorType(kind, OUTPUTS_AT_ONCE) for kind in (F32, I32))
 PREFETCH_TILES = 8
-HAS_TWO_PORTS = LEVEL == capability.AVX512_VNNI and capability.has_two_ports()
 MANY_ROWS = 16
 """From here on a column's nibbles are unpacked once for all rows, not once for every 8, if HAS_TWO_PORTS."""
 UNPACKED_GROUPS = 24
