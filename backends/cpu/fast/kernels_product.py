@@ -66,7 +66,7 @@ OUTPUTS_AT_ONCE = 8 if LEVEL == capability.AVX2 else LANES
 """Outputs of a tile that are computed together: what a register holds."""
 RESULTS, INTEGERS = (ir.VectorType(kind, OUTPUTS_AT_ONCE) for kind in (F32, I32))
 PREFETCH_TILES = 8
-MANY_ROWS = 16
+MANY_ROWS = 24
 """From here on a column's nibbles are unpacked once for all rows, not once for every 8, if HAS_TWO_PORTS."""
 UNPACKED_GROUPS = 24
 """Of a column at a time, so that they stay in the first-level cache."""
