@@ -134,6 +134,28 @@ def next_block(slots, row):  # type: ignore[no-untyped-def]
 
 
 @fast_kernel
+def block_of_row(op, parameters, row, head):  # type: ignore[no-untyped-def]
+    """Where the keys and the values of the block are that has row `row`."""
+    slot, block_size = slots_of(op, parameters)[row], parameters[at.BLOCK_SIZE]
+    block_bytes = block_size_of(op[at.SIZE], parameters[at.KV_FORM])
+    shape = (block_size // LANES, block_bytes)
+    part = slot % block_size // LANES
+    keys = block_at(layer_of(op, parameters), head, slot // block_size, part, shape)
+    return keys, keys + block_bytes
+
+
+@fast_kernel
+def fetch_blocks(op, parameters, row, rows):  # type: ignore[no-untyped-def]
+    """Ask for the blocks that row `row` is written in, which a decode finds in memory."""
+    slots = slots_of(op, parameters)
+    if row >= rows or (slots[row] % LANES != 0 and row > 0 and slots[row] == slots[row - 1] + 1):
+        return
+    for head in range(op[at.KV_COUNT]):
+        keys, values = block_of_row(op, parameters, row, head)
+        fetch_run(keys, 2 * (values - keys))
+
+
+@fast_kernel
 def run_rope_row(op, parameters, row, q, k, v):  # type: ignore[no-untyped-def]
     """Rotate row `row` of q and k in place and write its keys and values."""
     heads, kv_heads, head_dim, half = op[at.COUNT], op[at.KV_COUNT], op[at.SIZE], op[at.FORM]
@@ -142,20 +164,14 @@ def run_rope_row(op, parameters, row, q, k, v):  # type: ignore[no-untyped-def]
     sines = floats(op[at.SECOND_POINTER] + position * half * 4, half)
     rotate_row(q, cosines, sines, half, heads, head_dim)
     rotate_row(k, cosines, sines, half, kv_heads, head_dim)
-    slot = slots_of(op, parameters)[row]
-    block_size = parameters[at.BLOCK_SIZE]
-    per_page = block_size // LANES
-    page, inside = slot // block_size, slot % block_size
-    layer, form = layer_of(op, parameters), parameters[at.KV_FORM]
-    block_bytes = block_size_of(head_dim, form)
+    lane = slots_of(op, parameters)[row] % LANES
     for head in range(kv_heads):
-        keys = block_at(layer, head, page, inside // LANES, (per_page, block_bytes))
-        values = keys + block_bytes
+        keys, values = block_of_row(op, parameters, row, head)
         offset = head * head_dim * 4
-        if form == PAIRS:
-            write_pairs(keys, values, k + offset, v + offset, head_dim, inside % LANES)
+        if parameters[at.KV_FORM] == PAIRS:
+            write_pairs(keys, values, k + offset, v + offset, head_dim, lane)
         else:
-            write_codes(keys, values, k + offset, v + offset, head_dim, inside % LANES)
+            write_codes(keys, values, k + offset, v + offset, head_dim, lane)
 
 
 @inlined_kernel
@@ -226,11 +242,13 @@ def run_rows(op, parameters, rows, threads, counter, places, scratch):  # type: 
         if op[at.CODE] == at.ROPE:
             slots = slots_of(op, parameters)
             first, end = next_block(slots, first), next_block(slots, end)
+            fetch_blocks(op, parameters, first, end)
         for row in range(first, end):
             source = x + row * op[at.IN_STRIDE]
             target = out + row * op[at.OUT_STRIDE]
             beside = aux + row * op[at.AUX_STRIDE]
             if op[at.CODE] == at.ROPE:
+                fetch_blocks(op, parameters, row + 1, end)
                 run_rope_row(op, parameters, row, source, beside, target)
                 continue
             if op[at.CODE] == at.TAKE:
