@@ -28,7 +28,7 @@ from headrace.backends.cpu.backend import CpuBackend
 from headrace.backends.cpu.fast import layout as at
 from headrace.backends.cpu.fast.coding_plan import SHARES, CodingPlan
 from headrace.backends.cpu.fast.kernels_coding import CODES, WIDE_IS_SHORT
-from headrace.backends.cpu.fast.kernels_product import PLAIN
+from headrace.backends.cpu.fast.kernels_tiles import PLAIN
 from headrace.backends.cpu.ops import CpuOps
 from headrace.backends.runner import OpsRunner
 from headrace.clock import SystemClock

@@ -24,7 +24,7 @@ from headrace.backends.cpu.fast.intrinsics import (
     routine,
 )
 from headrace.backends.cpu.fast.kernels_coding import WIDE_IS_SHORT
-from headrace.backends.cpu.fast.kernels_product import OUTPUTS_AT_ONCE, RESULTS
+from headrace.backends.cpu.fast.kernels_tiles import OUTPUTS_AT_ONCE, RESULTS
 
 READ_BYTES = 256 << 20
 """Per thread: far more than any last-level cache here keeps."""

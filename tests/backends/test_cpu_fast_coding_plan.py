@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from headrace.backends.batches import SequenceStep, forward_batch
 from headrace.backends.cpu.fast import intrinsics
 from headrace.backends.cpu.fast.coding_plan import MOST_HALVINGS, CodingPlan, trial_batch
-from headrace.backends.cpu.fast.kernels_product import BYTES_SIGNED, FORMS_WITH_ROOM, NIBBLES
+from headrace.backends.cpu.fast.kernels_tiles import BYTES_SIGNED, FORMS_WITH_ROOM, NIBBLES
 from headrace.backends.cpu.fast.layout import SAMPLES, TOKENS
 from headrace.backends.cpu.fast.runner import FastRunner
 from headrace.group import SingleRank

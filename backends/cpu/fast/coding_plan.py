@@ -26,7 +26,7 @@ from headrace.backends.cpu.fast.kernels_coding import (
     PLAN_FACTORS,
     PLAN_WIDE,
 )
-from headrace.backends.cpu.fast.kernels_product import FORMS_WITH_ROOM
+from headrace.backends.cpu.fast.kernels_tiles import FORMS_WITH_ROOM
 from headrace.backends.cpu.fast.layout import TOKENS
 from headrace.types import EngineSettings, ForwardBatch
 

@@ -11,8 +11,8 @@ import numpy as np
 from headrace.backends.cpu.fast.compiled import fast_kernel
 from headrace.backends.cpu.fast.intrinsics import LANES
 from headrace.backends.cpu.fast.kernels_coding import GROUP
-from headrace.backends.cpu.fast.kernels_product import BYTES_SIGNED, NIBBLES, PLAIN, TILE_BYTES
 from headrace.backends.cpu.fast.kernels_rowwise import byte_at, bytes_of, half_at, store_half
+from headrace.backends.cpu.fast.kernels_tiles import BYTES_SIGNED, NIBBLES, PLAIN, TILE_BYTES
 from headrace.backends.cpu.kernels_rows import bf16_of, floats, halves
 
 Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, F32, F16, BF16 = range(11)

@@ -1,10 +1,8 @@
 """The product of activations with a held weight: one routine for every form and number of rows.
 
-A weight is tiles of 16 outputs x 32 inputs, those of the same outputs one after the other along the
-inputs. Lane i of a vector is output i; a 32-bit lane of codes holds 4 consecutive inputs, so one
-broadcast of 4 activation bytes meets 16 outputs. Rows are taken 8 at a time: codes are unpacked once for those.
-
-What activations are coded as, which they are for each form, is in kernels_coding.
+Weights are tiles (kernels_tiles), activations are coded (kernels_coding). A 32-bit lane of a weight's codes
+holds 4 consecutive inputs of an output, so one broadcast of 4 activation bytes meets 16 outputs. Rows are taken
+8 at a time: codes are unpacked once for those, or for all rows where arithmetic has two ports only.
 docs/performance.md has what each costs and what was tried.
 """
 
@@ -14,7 +12,6 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from llvmlite import ir
 from numba.core import cgutils
 
 from headrace.backends.cpu.fast import capability
@@ -37,41 +34,32 @@ from headrace.backends.cpu.fast.kernels_coding import (
     EXCESS_FIRST,
     EXCESS_LAST,
     PLAN_BYTES,
-    PLAN_FACTORS,
     RECORD_SCALE,
     RECORD_SUM,
     RUN_BYTES,
     WIDE_IS_SHORT,
-    has_doubles,
     is_wide,
     low_codes_behind,
 )
+from headrace.backends.cpu.fast.kernels_tiles import (
+    BYTES_IN_HALVES,
+    BYTES_SIGNED,
+    INTEGERS,
+    NIBBLES,
+    OUTPUTS_AT_ONCE,
+    PLAIN,
+    RESULTS,
+    TILE_BYTES,
+    UNPACKED_BYTES,
+    UNPACKED_GROUPS,
+    Packed,
+    Unpacked,
+)
 
-NIBBLES = 0
-"""256 bytes: byte j of a 64-byte run holds inputs j % 4 of two quads; 16 scales f16, 16 minima f16."""
-BYTES_SIGNED = 1
-"""512 bytes of w + 128; 16 scales f16."""
-BYTES_WITH_MINIMUM = 2
-"""512 bytes of 0 .. 31; 16 scales f16, 16 minima f16."""
-BYTES_IN_HALVES = 3
-"""512 bytes of w + 128; 16 scales f16 for the first 16 inputs, 16 for the last."""
-PLAIN = 4
-"""1,024 bytes: 16 runs of 16 pairs of bf16, two consecutive inputs of an output in a pair."""
-
-TILE_BYTES = (320, 544, 576, 576, 1024)
-FORMS_WITH_ROOM = (NIBBLES, BYTES_WITH_MINIMUM) if LEVEL == capability.AVX512_VNNI else ()
-"""Those whose codes can be doubled three times and are still bytes; with AVX2 their sums would not fit then."""
 ROWS_AT_ONCE = (8, 4, 2, 1)
-OUTPUTS_AT_ONCE = 8 if LEVEL == capability.AVX2 else LANES
-"""Outputs of a tile that are computed together: what a register holds."""
-RESULTS, INTEGERS = (ir.VectorType(kind, OUTPUTS_AT_ONCE) for kind in (F32, I32))
 PREFETCH_TILES = 8
 MANY_ROWS = 24
 """From here on a column's nibbles are unpacked once for all rows, not once for every 8, if HAS_TWO_PORTS."""
-UNPACKED_GROUPS = 24
-"""Of a column at a time, so that they stay in the first-level cache."""
-UNPACKED_BYTES = 512 + 2 * 4 * LANES
-"""8 vectors of codes, scales and minima as f32."""
 
 
 def rows_in_flight(parts: int) -> int:
@@ -95,107 +83,11 @@ class _Totals:
         )
 
 
-def _codes(e: Any, tile: Any, form: int, is_wide: bool) -> list[Any]:
-    """Return the inputs of a tile's outputs: 8 vectors of 4 bytes a lane, 16 of 2 shorts if WIDE_IS_SHORT."""
-    is_short, codes = is_wide and WIDE_IS_SHORT, []
-    kind = SHORTS16 if is_short else INTEGERS
-    shifts: tuple[int, ...]
-    if form == NIBBLES:
-        shifts, mask = ((0, 8, 4, 12), 15) if is_short else ((0, 4), 0x0F0F0F0F)
-    else:
-        shifts, mask = ((0, 8), 255) if is_short else ((0,), -1)
-    for run in range(4 if form == NIBBLES else 8):
-        packed = e.builder.bitcast(e.load(tile, INTEGERS, 64 * run), kind)
-        for shift in shifts:
-            code = e.builder.lshr(packed, e.fill(shift, kind))
-            codes.append(e.builder.and_(code, e.fill(mask, kind)))
-    return codes
-
-
-def _doubled(e: Any, codes: Sequence[Any], plan: Any) -> list[Any]:
-    """Return codes times their bytes of a plan; in every second group there are none to double."""
-    slots = [e.variable(code) for code in codes]
-    with e.builder.if_then(has_doubles(e, plan)):
-        for number, slot in enumerate(slots):
-            factors = e.broadcast(e.load(plan, I32, PLAN_FACTORS + 4 * number))
-            e.set(slot, e.times_powers(e.get(slot), factors))
-    return [e.get(slot) for slot in slots]
-
-
-class _Packed:
-    """A column of tiles as they are held, for `_rows`."""
-
-    def __init__(self, e: Any, form: int, at: dict[str, Any]) -> None:
-        self._e, self._form, self._at = e, form, at
-        self.first, self.count = e.integer(0), at["groups"]
-
-    def start(self, side: Any, out: Any) -> Any:
-        """Return what the results of a row begin with, which are to be at `out`."""
-        e = self._e
-        slot = e.variable(e.fill(0.0, RESULTS))
-        is_biased = e.builder.icmp_signed("!=", self._at["bias"], e.integer(0))
-        with e.builder.if_then(is_biased):
-            e.set(slot, e.load(e.add(self._at["bias"], e.times(side, 4)), RESULTS))
-        return e.get(slot)
-
-    def _tile(self, group: Any) -> Any:
-        return self._e.add(self._at["tiles"], self._e.times(group, TILE_BYTES[self._form]))
-
-    def scales(self, group: Any, side: Any) -> list[Any]:
-        """Return a tile's scales, and the second ones or its minima where there are some."""
-        e, end = self._e, 256 if self._form == NIBBLES else 512
-        place = e.add(self._tile(group), e.add(e.times(side, 2), end))
-        count = 1 if self._form == BYTES_SIGNED else 2
-        return [e.load_halves(place, 32 * number, OUTPUTS_AT_ONCE) for number in range(count)]
-
-    def codes(self, group: Any, side: Any, plan: Any, is_wide: bool) -> list[Any]:
-        e = self._e
-        tile = e.add(self._tile(group), e.times(side, 4))
-        codes = _codes(e, tile, self._form, is_wide)
-        return _doubled(e, codes, plan) if self._form in FORMS_WITH_ROOM and not is_wide else codes
-
-
-class _Unpacked:
-    """Tiles of NIBBLES from group `first` on as bytes, doubled, their scales and minima as f32."""
-
-    def __init__(self, e: Any, at: dict[str, Any], space: Any, first: Any, count: Any) -> None:
-        self._e, self._space = e, space
-        self.first, self.count = first, count
-        self._held = held = _Packed(e, NIBBLES, at)
-        with e.loop(count) as loop:
-            group = e.add(first, loop.index)
-            target = self._target(group)
-            plan = e.add(at["plan"], e.times(group, PLAN_BYTES))
-            values = held.codes(group, e.integer(0), plan, is_wide=False)
-            for place, value in enumerate(values + held.scales(group, e.integer(0))):
-                e.store(value, target, 64 * place)
-
-    def _target(self, group: Any) -> Any:
-        inside = self._e.builder.sub(group, self.first)
-        return self._e.add(self._space, self._e.times(inside, UNPACKED_BYTES))
-
-    def start(self, side: Any, out: Any) -> Any:
-        """Return what a row's results were behind the groups before."""
-        slot = self._e.variable(self._held.start(side, out))
-        is_later = self._e.builder.icmp_signed("!=", self.first, self._e.integer(0))
-        with self._e.builder.if_then(is_later):
-            self._e.set(slot, self._e.load(out))
-        return self._e.get(slot)
-
-    def scales(self, group: Any, side: Any) -> list[Any]:
-        return [self._e.load(self._target(group), offset=512 + 64 * place) for place in range(2)]
-
-    def codes(self, group: Any, side: Any, plan: Any, is_wide: bool) -> list[Any]:
-        target = self._target(group)
-        return [self._e.load(target, INTEGERS, 64 * place) for place in range(8)]
-
-
 def _runs(e: Any, first: Any, offsets: list[Any]) -> list[Any]:
     """Return where rows have their run of codes, `offsets` from `first`.
 
     AVX2: such that what is read there is read between here and the next store; broadcast once for both sides,
-    or early for a half to come, it would take more registers than there are. Two ports: each in a register of
-    its own, because an address of two takes a place of its own beside the product that reads there.
+    or early for a half to come, it would take more registers than there are.
     """
     if OUTPUTS_AT_ONCE < LANES:
         first = e.opaque(first)
@@ -302,7 +194,7 @@ def _sides(e: Any) -> Iterator[Any]:
         yield e.times(loop.index, OUTPUTS_AT_ONCE)
 
 
-def _rows(e: Any, form: int, num_rows: int, at: dict[str, Any], tiles: _Packed | _Unpacked) -> None:
+def _rows(e: Any, form: int, num_rows: int, at: dict[str, Any], tiles: Packed | Unpacked) -> None:
     """Multiply `num_rows` rows, from the addresses `at` on, with tiles of one column."""
     coding = BRAIN if form == PLAIN else CODES
     offsets = [e.times(at["x_stride"], row) for row in range(num_rows)]
@@ -375,7 +267,7 @@ def _fetching(e: Any, form: int, at: dict[str, Any], rows: Any) -> dict[str, Any
     return {"fetched": e.variable(at["next_tiles"]), "fetched_lines": lines}
 
 
-def _all_rows(e: Any, form: int, at: dict[str, Any], rows: Any, tiles: _Packed | _Unpacked) -> None:
+def _all_rows(e: Any, form: int, at: dict[str, Any], rows: Any, tiles: Packed | Unpacked) -> None:
     """Multiply `rows` rows with tiles of one column, as many at once as there are registers for."""
     x, out, left = e.variable(at["x"]), e.variable(at["out"]), e.variable(rows)
     for size in ROWS_AT_ONCE:
@@ -396,21 +288,21 @@ def _unpacked_product(e: Any, at: dict[str, Any], rows: Any) -> None:
     with e.loop(parts) as loop:
         first = e.times(loop.index, UNPACKED_GROUPS)
         count = e.call("llvm.smin.i64", I64, e.builder.sub(at["groups"], first), most)
-        tiles = _Unpacked(e, at, e.builder.ptrtoint(space, I64), first, count)
+        tiles = Unpacked(e, at, e.builder.ptrtoint(space, I64), first, count)
         _all_rows(e, NIBBLES, at, rows, tiles)
 
 
 def _product(e: Any, form: int, at: dict[str, Any], rows: Any) -> None:
     at = {**at, **_fetching(e, form, at, rows)}
     if form != NIBBLES or not HAS_TWO_PORTS:
-        _all_rows(e, form, at, rows, _Packed(e, form, at))
+        _all_rows(e, form, at, rows, Packed(e, form, at))
         return
     is_many = e.builder.icmp_signed(">=", rows, e.integer(MANY_ROWS))
     with e.builder.if_else(is_many) as (many, few):
         with many:
             _unpacked_product(e, at, rows)
         with few:
-            _all_rows(e, form, at, rows, _Packed(e, form, at))
+            _all_rows(e, form, at, rows, Packed(e, form, at))
 
 
 @routine()

@@ -32,7 +32,7 @@ from headrace.backends.cpu.fast.kernels_attend import (
 from headrace.backends.cpu.fast.kernels_attend_pairs import write_pairs
 from headrace.backends.cpu.fast.kernels_attend_rows import PAIRS, fetch_run
 from headrace.backends.cpu.fast.kernels_coding import CODES, GROUP
-from headrace.backends.cpu.fast.kernels_product import PREFETCH_TILES, TILE_BYTES, product
+from headrace.backends.cpu.fast.kernels_product import PREFETCH_TILES, product
 from headrace.backends.cpu.fast.kernels_rowwise import (
     add_rows,
     cap_row,
@@ -45,6 +45,7 @@ from headrace.backends.cpu.fast.kernels_rowwise import (
     rotate_row,
     silu_row,
 )
+from headrace.backends.cpu.fast.kernels_tiles import TILE_BYTES
 from headrace.backends.cpu.kernels_rows import floats, ints, longs
 from headrace.backends.cpu.kernels_vector import float_of_bits
 

@@ -45,7 +45,7 @@ from headrace.backends.cpu.fast.kernels_coding import (
     is_wide,
     low_codes_behind,
 )
-from headrace.backends.cpu.fast.kernels_product import (
+from headrace.backends.cpu.fast.kernels_tiles import (
     BYTES_IN_HALVES,
     BYTES_SIGNED,
     FORMS_WITH_ROOM,

@@ -16,7 +16,7 @@ from headrace.backends.cpu.fast import kernels_packing as packing
 from headrace.backends.cpu.fast.arena import Arena, address
 from headrace.backends.cpu.fast.intrinsics import LANES
 from headrace.backends.cpu.fast.kernels_coding import GROUP
-from headrace.backends.cpu.fast.kernels_product import (
+from headrace.backends.cpu.fast.kernels_tiles import (
     BYTES_IN_HALVES,
     BYTES_SIGNED,
     BYTES_WITH_MINIMUM,

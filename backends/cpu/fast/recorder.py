@@ -19,7 +19,7 @@ from headrace.backends.cpu.fast.buffers import Value, assign_buffers
 from headrace.backends.cpu.fast.coding_plan import CodingPlan
 from headrace.backends.cpu.fast.intrinsics import LANES
 from headrace.backends.cpu.fast.kernels_coding import BRAIN, CODES, GROUP, row_bytes
-from headrace.backends.cpu.fast.kernels_product import PLAIN
+from headrace.backends.cpu.fast.kernels_tiles import PLAIN
 from headrace.backends.cpu.fast.packing import (
     HeldWeight,
     Packer,
