@@ -248,10 +248,11 @@ def _fetch_tile(e: Any, form: int, at: dict[str, Any], group: Any) -> None:
 def _fetch_share(e: Any, at: dict[str, Any]) -> None:
     """Ask for what `_fetching` says."""
     fetched = e.get(at["fetched"])
-    e.prefetch(fetched)
-    with e.loop(e.add(at["fetched_lines"], -1)) as more:
-        e.prefetch(e.add(fetched, e.times(more.index, 64)), 64)
-    e.set(at["fetched"], e.add(fetched, e.times(at["fetched_lines"], 64)))
+    with e.builder.if_then(e.builder.icmp_signed("<", fetched, at["fetched_end"])):
+        e.prefetch(fetched)
+        with e.loop(e.add(at["fetched_lines"], -1)) as more:
+            e.prefetch(e.add(fetched, e.times(more.index, 64)), 64)
+        e.set(at["fetched"], e.add(fetched, e.times(at["fetched_lines"], 64)))
 
 
 def _fetching(e: Any, form: int, at: dict[str, Any], rows: Any) -> dict[str, Any]:
@@ -264,7 +265,8 @@ def _fetching(e: Any, form: int, at: dict[str, Any], rows: Any) -> dict[str, Any
     passes = e.builder.sdiv(rows, e.integer(at_once))
     passes = e.call("llvm.smax.i64", I64, passes, e.integer(1))
     lines = e.builder.sdiv(e.add(passes, lines - 1), passes)
-    return {"fetched": e.variable(at["next_tiles"]), "fetched_lines": lines}
+    end = e.add(at["next_tiles"], e.times(at["groups"], TILE_BYTES[form]))
+    return {"fetched": e.variable(at["next_tiles"]), "fetched_end": end, "fetched_lines": lines}
 
 
 def _all_rows(e: Any, form: int, at: dict[str, Any], rows: Any, tiles: Packed | Unpacked) -> None:
