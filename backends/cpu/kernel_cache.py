@@ -33,7 +33,7 @@ def kernel_folder(variant: str = "") -> Path | None:
     for package in ("numba", "llvmlite"):
         digest.update(f"{package} {metadata.version(package)}\n".encode())
     sources = Path(__file__).parent.glob("kernel*.py")
-    fast = Path(__file__).parent.glob("fast/[kil]*.py") if variant else ()  # kernels, their makers
+    fast = Path(__file__).parent.glob("fast/[ckil]*.py") if variant else ()  # and their makers
     for source in sorted((*sources, *fast)):
         digest.update(source.name.encode() + source.read_bytes())
     name = f"{digest.hexdigest()[:16]}{'-' if variant else ''}{variant}"
