@@ -131,7 +131,7 @@ def weigh_codes(
     inverse = e.broadcast(builder.fdiv(F32(_HIGHEST_WEIGHT), largest))
     with e.loop(num_blocks) as loop:
         weight = e.load(e.add(scores, e.times(loop.index, 4 * LANES)))
-        code = builder.fptosi(e.round(builder.fmul(weight, inverse)), INTS)
+        code = e.to_int(builder.fmul(weight, inverse))
         target = e.add(scores, e.times(loop.index, _BYTE_BLOCK))
         high = builder.lshr(code, e.fill(7, INTS))
         e.store(builder.trunc(high, BYTES), target)
@@ -228,7 +228,7 @@ def query_codes(e: Any, x: Any, scale: Any, out: Any, head_dim: Any) -> None:
     whole = e.variable(e.fill(0, INTS))
     with e.loop(builder.sdiv(head_dim, e.integer(LANES))) as loop:
         value = e.load(e.add(x, e.times(loop.index, 4 * LANES)))
-        code = builder.fptosi(e.round(builder.fmul(value, inverse)), INTS)
+        code = e.to_int(builder.fmul(value, inverse))
         high, low = e.split_bytes(code)
         e.set(
             whole, builder.add(e.get(whole), builder.add(builder.shl(high, e.fill(8, INTS)), low))
