@@ -67,8 +67,8 @@ def _is_another_told() -> bool:
 def has_two_ports() -> bool:
     """Whether all arithmetic on 512 bits shares two ports: Intel's cores. AMD's, which SSE4a tells, have four.
 
-    Codes are then better unpacked rarely, and bf16 multiplied as f32: a dot product of bf16 takes four times as
-    long there as two f32 ones.
+    Codes are then better unpacked rarely, and bf16 multiplied as f32: a dot product of bf16 takes as long there
+    as four fused sums of f32, which do twice its work.
     """
     if level() != AVX512_VNNI:
         return False
