@@ -51,7 +51,7 @@ def curl_line(url: str, model: str) -> str:
     """Return a command that can be pasted."""
     body = (
         f'{{"model": "{model}", "stream": true, "messages": '
-        '[{"role": "user", "content": "What is the capital of France?"}]}'
+        '[{"role": "user", "content": "Name the capital of France."}]}'
     )
     return f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
 

@@ -36,7 +36,7 @@ def stream_text(url: str, path: str, body: dict[str, object]) -> str:
 @pytest.mark.real_model
 def test_the_real_model_knows_the_capital_of_france(real_server: StartedServer) -> None:
     body: dict[str, object] = {
-        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        "messages": [{"role": "user", "content": "Name the capital of France."}],
         "temperature": 0,
         "max_tokens": 32,
     }
