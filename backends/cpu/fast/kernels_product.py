@@ -33,11 +33,14 @@ from headrace.backends.cpu.fast.kernels_coding import (
     EXCESS,
     EXCESS_FIRST,
     EXCESS_LAST,
+    FLOAT_BITS,
     PLAN_BYTES,
     RECORD_SCALE,
     RECORD_SUM,
+    ROWS_TOGETHER,
     RUN_BYTES,
     WIDE_IS_SHORT,
+    group_bytes,
     is_wide,
     low_codes_behind,
 )
@@ -56,7 +59,7 @@ from headrace.backends.cpu.fast.kernels_tiles import (
     Unpacked,
 )
 
-ROWS_AT_ONCE = (8, 4, 2, 1)
+ROWS_AT_ONCE = (ROWS_TOGETHER, 4, 2, 1)
 PREFETCH_TILES = 8
 MANY_ROWS = 24
 """From here on a column's nibbles are unpacked once for all rows, not once for every 8, if HAS_TWO_PORTS."""
@@ -83,23 +86,22 @@ class _Totals:
         )
 
 
-def _runs(e: Any, first: Any, offsets: list[Any]) -> list[Any]:
-    """Return where rows have their run of codes, `offsets` from `first`.
+def _run(e: Any, run: Any) -> Any:
+    """Return the address of a run.
 
     AVX2: such that what is read there is read between here and the next store; broadcast once for both sides,
     or early for a half to come, it would take more registers than there are.
     """
-    if OUTPUTS_AT_ONCE < LANES:
-        first = e.opaque(first)
-    return [e.add(first, offset) for offset in offsets]
+    return e.opaque(run) if OUTPUTS_AT_ONCE < LANES else run
 
 
 def _sums(
-    e: Any, form: int, is_wide: bool, codes: Sequence[Any], x: list[Any], low: Any, excess: int
+    e: Any, form: int, is_wide: bool, codes: Sequence[Any], run: Any, low: Any, x: list[int], excess: int
 ) -> list[Any]:
-    """Return each row's integer products with some codes, which meet the numbers from `x` on.
+    """Return each row's products with some codes, which meet the numbers `x` behind `run`, as f32.
 
-    low: how far low bytes are behind high ones. excess: what a sum of codes w + 128 begins with, behind `x`.
+    Those of a narrow group have FLOAT_BASE added. low: as `run`, for low bytes. excess: what a sum of codes w + 128
+    begins with, behind the numbers.
     Rows advance together, code by code, so that no dot product waits for the one before it.
     """
     is_short = is_wide and WIDE_IS_SHORT
@@ -107,19 +109,19 @@ def _sums(
     is_signed = form in (BYTES_SIGNED, BYTES_IN_HALVES)
     kind = SHORTS16 if is_summed_short else INTEGERS
     parts = 2 if is_wide and not is_short else 1
-    totals = [[e.fill(0, kind) for _ in range(parts)] for _ in x]
+    begin = 0 if is_wide else FLOAT_BITS
+    totals = [[e.fill(0 if is_summed_short else begin, kind) for _ in range(parts)] for _ in x]
     if is_signed and (DOT_SHIFTS_SIGNED or is_short):
-        for total, run in zip(totals, x, strict=True):
-            total[-1] = e.broadcast(e.load(run, I32, excess), OUTPUTS_AT_ONCE)
-    places = [(run, e.add(run, low))[:parts] for run in x]
+        for total, offset in zip(totals, x, strict=True):
+            total[-1] = e.broadcast(e.load(run, I32, offset + excess), OUTPUTS_AT_ONCE)
     for number, code in enumerate(codes):
-        for total, row in zip(totals, places, strict=True):
-            for part in range(parts):
+        for total, offset in zip(totals, x, strict=True):
+            for part, address in enumerate((run, low)[:parts]):
+                place = offset + 4 * number
                 if HAS_TWO_PORTS:
-                    total[part] = e.dot_here(total[part], code, row[part], 4 * number)
+                    total[part] = e.dot_here(total[part], code, address, place)
                     continue
-                value = e.load(row[part], I32, 4 * number)
-                value = e.broadcast(value, OUTPUTS_AT_ONCE)
+                value = e.broadcast(e.load(address, I32, place), OUTPUTS_AT_ONCE)
                 if is_short:
                     total[part] = e.dot_shorts(total[part], code, value)
                 elif is_summed_short:  # 16 products of 15 and 127 fit
@@ -127,57 +129,59 @@ def _sums(
                 else:
                     total[part] = e.dot(total[part], code, value, is_signed=is_signed)
     if is_summed_short:
-        ones = e.fill(1, SHORTS16)
-        return [e.dot_shorts(e.fill(0, INTEGERS), total[0], ones) for total in totals]
+        ones, base = e.fill(1, SHORTS16), e.fill(begin, INTEGERS)
+        totals = [[e.dot_shorts(base, total[0], ones)] for total in totals]
+    if not is_wide:
+        return [e.builder.bitcast(total[0], RESULTS) for total in totals]
     if parts == 2:
         shift = e.fill(8, INTEGERS)
-        return [e.builder.add(e.builder.shl(high, shift), low) for high, low in totals]
-    return [total[0] for total in totals]
+        totals = [[e.builder.add(e.builder.shl(high, shift), low)] for high, low in totals]
+    return [e.builder.sitofp(total[0], RESULTS) for total in totals]
 
 
 def _add_coded(
-    e: Any, form: int, is_wide: bool, at: dict[str, Any], offsets: list[Any], totals: list[Any]
+    e: Any, form: int, is_wide: bool, at: dict[str, Any], offsets: list[int], totals: list[Any]
 ) -> None:
-    """Add one tile, `codes` and `scales` of `at`, to every row's total.
+    """Add one tile, `codes`, `scales` and `bases` of `at`, to every row's total.
 
-    run: where row 0 has the group's codes. low: how far its low bytes are behind. offsets: of each row.
+    run: where row 0 has the group's codes. behind: how far its low bytes are behind. offsets: of each row.
     """
     is_in_halves = form == BYTES_IN_HALVES
     codes, scales = at["codes"], at["scales"]
     size = len(codes) // (2 if is_in_halves else 1)
-    for half, scale in enumerate(scales if is_in_halves else scales[:1]):
-        runs = _runs(e, at["run"], offsets)
-        begin = 4 * size * half
+    minimum = None if len(scales) == 1 or is_in_halves else scales[1]
+    for half, (scale, base) in enumerate(zip(scales, at["bases"], strict=False)):
+        run, begin = _run(e, at["run"]), 4 * size * half
+        low = e.add(run, at["behind"])
         excess = (EXCESS_FIRST, EXCESS_LAST)[half] if is_in_halves else EXCESS
         at_once = rows_in_flight(2 if is_wide else 1)
         for first in range(0, len(totals), at_once):
             some = slice(first, first + at_once)
             of_half = codes[size * half : size * (half + 1)]
-            x = [e.add(run, begin) for run in runs[some]]
-            sums = _sums(e, form, is_wide, of_half, x, at["low"], excess - begin)
-            for total, run, part in zip(totals[some], runs[some], sums, strict=True):
-                x_scale = e.broadcast(e.load(run, F32, RECORD_SCALE), OUTPUTS_AT_ONCE)
-                factor = e.builder.fmul(scale, x_scale)
-                result = e.fma(e.builder.sitofp(part, RESULTS), factor, e.get(total))
-                if len(scales) == 2 and not is_in_halves:
-                    x_sum = e.broadcast(e.load(run, F32, RECORD_SUM), OUTPUTS_AT_ONCE)
-                    result = e.fma(scales[1], x_sum, result)
-                e.set(total, result)
+            x = [offset + begin for offset in offsets[some]]
+            sums = _sums(e, form, is_wide, of_half, run, low, x, excess - begin)
+            for total, offset, part in zip(totals[some], offsets[some], sums, strict=True):
+                result = e.builder.fmul(part, scale) if is_wide else e.fma(part, scale, base)
+                if minimum:
+                    x_sum = e.broadcast(e.load(run, F32, offset + RECORD_SUM), OUTPUTS_AT_ONCE)
+                    result = e.fma(minimum, x_sum, result)
+                x_scale = e.broadcast(e.load(run, F32, offset + RECORD_SCALE), OUTPUTS_AT_ONCE)
+                e.set(total, e.fma(result, x_scale, e.get(total)))
 
 
-def _add_plain(e: Any, tile: Any, x: list[Any], totals: list[Any]) -> None:
-    """Add one tile of bf16 to every row's total; `x` are addresses of bf16, or of f32 where BRAIN_IS_FLOAT."""
+def _add_plain(e: Any, tile: Any, run: Any, offsets: list[int], totals: list[Any]) -> None:
+    """Add one tile of bf16 to every row's total; `offsets` behind `run` are bf16, or f32 where BRAIN_IS_FLOAT."""
     results = [e.get(total) for total in totals]
     for pair in range(16):
         packed = e.load(tile, INTEGERS, 64 * pair)
         if not BRAIN_IS_FLOAT:
-            for row, address in enumerate(x):
-                value = e.broadcast(e.load(address, I32, 4 * pair))
+            for row, offset in enumerate(offsets):
+                value = e.broadcast(e.load(run, I32, offset + 4 * pair))
                 results[row] = e.dot_brain(results[row], packed, value)
             continue
         for place, weights in enumerate((e.widen_low(packed), e.widen_high(packed))):
-            for row, address in enumerate(x):
-                value = e.load(address, F32, 8 * pair + 4 * place)
+            for row, offset in enumerate(offsets):
+                value = e.load(run, F32, offset + 8 * pair + 4 * place)
                 value = e.broadcast(value, OUTPUTS_AT_ONCE)
                 results[row] = e.fma(weights, value, results[row])
     for total, result in zip(totals, results, strict=True):
@@ -197,7 +201,7 @@ def _sides(e: Any) -> Iterator[Any]:
 def _rows(e: Any, form: int, num_rows: int, at: dict[str, Any], tiles: Packed | Unpacked) -> None:
     """Multiply `num_rows` rows, from the addresses `at` on, with tiles of one column."""
     coding = BRAIN if form == PLAIN else CODES
-    offsets = [e.times(at["x_stride"], row) for row in range(num_rows)]
+    offsets = [RUN_BYTES[coding] * row for row in range(num_rows)]
     slots = [_Totals(e) for _ in range(num_rows)]
 
     def place(row: int, side: Any) -> Any:
@@ -212,16 +216,16 @@ def _rows(e: Any, form: int, num_rows: int, at: dict[str, Any], tiles: Packed | 
             _fetch_share(e, at)
         else:
             _fetch_tile(e, form, at, group)
-        run = e.add(at["x"], e.times(group, RUN_BYTES[coding]))
+        run = e.add(at["x"], e.times(group, group_bytes(coding)))
         plan = e.add(at["plan"], e.times(group, PLAN_BYTES))
         with _sides(e) as side:
             totals = [slot.at(side) for slot in slots]
             if form == PLAIN:
                 tile = e.add(at["tiles"], e.add(e.times(group, TILE_BYTES[form]), e.times(side, 4)))
-                _add_plain(e, tile, _runs(e, run, offsets), totals)
+                _add_plain(e, tile, _run(e, run), offsets, totals)
             else:
-                low = low_codes_behind(e, at["groups"], group)
-                here = {"run": run, "low": low, "scales": tiles.scales(group, side)}
+                behind = low_codes_behind(e, at["groups"])
+                here = {"run": run, "behind": behind, **tiles.scales(group, side)}
                 with e.builder.if_else(is_wide(e, plan)) as (wide, narrow):
                     for branch in (wide, narrow):
                         with branch:
@@ -271,13 +275,16 @@ def _fetching(e: Any, form: int, at: dict[str, Any], rows: Any) -> dict[str, Any
 
 def _all_rows(e: Any, form: int, at: dict[str, Any], rows: Any, tiles: Packed | Unpacked) -> None:
     """Multiply `rows` rows with tiles of one column, as many at once as there are registers for."""
+    coding = BRAIN if form == PLAIN else CODES
     x, out, left = e.variable(at["x"]), e.variable(at["out"]), e.variable(rows)
     for size in ROWS_AT_ONCE:
         count = e.builder.sdiv(e.get(left), e.integer(size))
         with e.loop(count):
             here = {**at, "x": e.get(x), "out": e.get(out)}
             _rows(e, form, size, here, tiles)
-            e.set(x, e.add(here["x"], e.times(at["x_stride"], size)))
+            step = RUN_BYTES[coding] * size
+            step = e.times(at["x_stride"], size) if size == ROWS_TOGETHER else e.integer(step)
+            e.set(x, e.add(here["x"], step))
             e.set(out, e.add(here["out"], e.times(at["out_stride"], size)))
         e.set(left, e.builder.srem(e.get(left), e.integer(size)))
 

@@ -31,7 +31,7 @@ from headrace.backends.cpu.fast.kernels_attend import (
 )
 from headrace.backends.cpu.fast.kernels_attend_pairs import write_pairs
 from headrace.backends.cpu.fast.kernels_attend_rows import PAIRS, fetch_run
-from headrace.backends.cpu.fast.kernels_coding import CODES, GROUP
+from headrace.backends.cpu.fast.kernels_coding import CODES, GROUP, coded_row
 from headrace.backends.cpu.fast.kernels_product import PREFETCH_TILES, product
 from headrace.backends.cpu.fast.kernels_rowwise import (
     add_rows,
@@ -262,7 +262,7 @@ def run_rows(op, parameters, rows, threads, counter, places, scratch):  # type: 
                 result = run_row(op, parameters, row, source, beside, target, scratch)
             if op[at.QUANTIZED] >= 0:
                 groups = op[at.SIZE] // GROUP
-                target = quantized + row * op[at.QUANTIZED_STRIDE]
+                target = coded_row(quantized, row, op[at.QUANTIZED_STRIDE], op[at.CODING])
                 quantize_row(result, groups, op[at.CODING], op[at.PLAN], target)
                 if observes and op[at.CODING] == CODES:
                     observe_row(result, op[at.SIZE], op[at.LOUDNESS])

@@ -1,7 +1,7 @@
 """What is done to one row of activations: norms, gates, quantization, embedding, rotation, keys and values.
 
-Rows are f32 at an address; sizes are multiples of 16. A NaN anywhere in a group becomes its scale, so
-that broken numbers reach the logits and fail their sequence instead of turning into plausible integers.
+Rows are f32 at an address; sizes are multiples of 16. A NaN or infinity anywhere in a group makes its scale NaN,
+so that broken numbers reach the logits and fail their sequence instead of turning into plausible integers.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from headrace.backends.cpu.fast.kernels_coding import (
     EXCESS,
     EXCESS_FIRST,
     EXCESS_LAST,
+    FLOAT_BITS,
     GROUP,
     PLAN_BYTES,
     PLAN_FACTORS,
@@ -41,6 +42,7 @@ from headrace.backends.cpu.fast.kernels_coding import (
     RECORD_SUM,
     RUN_BYTES,
     WIDE_IS_SHORT,
+    group_bytes,
     has_doubles,
     is_wide,
     low_codes_behind,
@@ -140,7 +142,7 @@ def gelu_row(e: Any, gate: Any, up: Any, out: Any, size: Any) -> None:
 
 @routine()
 def quantize_row(e: Any, x: Any, groups: Any, coding: Any, plan: Any, out: Any) -> None:
-    """Write `groups` x 32 numbers at `out` in a coding of kernels_coding.
+    """Write `groups` x 32 numbers in a coding of kernels_coding; `out` is a coded_row.
 
     plan: what is read of it for CODES is said there.
     """
@@ -156,7 +158,9 @@ def _write_brains(e: Any, x: Any, groups: Any, out: Any) -> None:
     with e.loop(e.times(groups, GROUP // LANES)) as loop:
         value = e.load(e.add(x, e.times(loop.index, _ROW)))
         value = value if BRAIN_IS_FLOAT else e.narrow(value)
-        e.store(value, e.add(out, e.times(loop.index, RUN_BYTES[BRAIN] * LANES // GROUP)))
+        half = e.builder.and_(loop.index, e.integer(1))
+        run = e.add(out, e.times(e.builder.sub(loop.index, half), group_bytes(BRAIN) // 2))
+        e.store(value, e.add(run, e.times(half, RUN_BYTES[BRAIN] // 2)))
 
 
 def _write_codes(e: Any, x: Any, groups: Any, plan: Any, out: Any) -> None:
@@ -174,9 +178,10 @@ def _write_codes(e: Any, x: Any, groups: Any, plan: Any, out: Any) -> None:
         highest = builder.select(is_wide_here, F32(_HIGHEST_WIDE), F32(_HIGHEST_NARROW))
         inverse = e.broadcast(builder.fdiv(highest, most))
         share = builder.select(is_wide_here, F32(1 / _HIGHEST_WIDE), F32(1 / _HIGHEST_NARROW))
-        scale = builder.fmul(most, share)
-        target = e.add(out, e.times(loop.index, RUN_BYTES[CODES]))
-        low_target = e.add(target, low_codes_behind(e, groups, loop.index))
+        is_finite = builder.fcmp_ordered("<", most, F32(np.inf))
+        scale = builder.select(is_finite, builder.fmul(most, share), F32(np.nan))
+        target = e.add(out, e.times(loop.index, group_bytes(CODES)))
+        low_target = e.add(target, low_codes_behind(e, groups))
         codes = [e.to_int(builder.fmul(value, inverse)) for value in values]
         slots = [e.variable(I32(0)) for _ in codes]
         with builder.if_else(is_wide_here) as (wide_here, narrow_here):
@@ -190,9 +195,10 @@ def _write_codes(e: Any, x: Any, groups: Any, plan: Any, out: Any) -> None:
         sums = [e.get(slot) for slot in slots]
         whole = builder.add(*sums)
         e.store(scale, target, RECORD_SCALE)
-        e.store(builder.fmul(scale, builder.sitofp(whole, F32)), target, RECORD_SUM)
+        e.store(builder.sitofp(whole, F32), target, RECORD_SUM)
+        begin = builder.select(is_wide_here, I32(0), I32(FLOAT_BITS))
         for place, total in ((EXCESS, whole), (EXCESS_FIRST, sums[0]), (EXCESS_LAST, sums[1])):
-            e.store(builder.mul(total, I32(-128)), target, place)
+            e.store(builder.sub(begin, builder.shl(total, I32(7))), target, place)
 
 
 def _divided(e: Any, values: list[Any], plan: Any) -> list[Any]:

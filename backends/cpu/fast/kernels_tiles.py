@@ -14,6 +14,7 @@ from llvmlite import ir
 from headrace.backends.cpu.fast import capability
 from headrace.backends.cpu.fast.intrinsics import F32, I32, LANES, LEVEL, SHORTS16
 from headrace.backends.cpu.fast.kernels_coding import (
+    FLOAT_BASE,
     PLAN_BYTES,
     PLAN_FACTORS,
     WIDE_IS_SHORT,
@@ -39,25 +40,23 @@ OUTPUTS_AT_ONCE = 8 if LEVEL == capability.AVX2 else LANES
 RESULTS, INTEGERS = (ir.VectorType(kind, OUTPUTS_AT_ONCE) for kind in (F32, I32))
 UNPACKED_GROUPS = 24
 """Of a column at a time, so that they stay in the first-level cache."""
-UNPACKED_BYTES = 512 + 2 * 4 * LANES
-"""8 vectors of codes, scales and minima as f32."""
+UNPACKED_BYTES = 512 + 3 * 4 * LANES
+"""8 vectors of codes; scales, minima and bases as f32."""
 
 
 def _codes(e: Any, tile: Any, form: int, is_wide: bool) -> list[Any]:
     """Return the inputs of a tile's outputs: 8 vectors of 4 bytes a lane, 16 of 2 shorts if WIDE_IS_SHORT."""
-    is_short, codes = is_wide and WIDE_IS_SHORT, []
+    is_short = is_wide and WIDE_IS_SHORT
     kind = SHORTS16 if is_short else INTEGERS
-    shifts: tuple[int, ...]
-    if form == NIBBLES:
-        shifts, mask = ((0, 8, 4, 12), 15) if is_short else ((0, 4), 0x0F0F0F0F)
-    else:
-        shifts, mask = ((0, 8), 255) if is_short else ((0,), -1)
-    for run in range(4 if form == NIBBLES else 8):
-        packed = e.builder.bitcast(e.load(tile, INTEGERS, 64 * run), kind)
-        for shift in shifts:
-            code = e.builder.lshr(packed, e.fill(shift, kind))
-            codes.append(e.builder.and_(code, e.fill(mask, kind)))
-    return codes
+    runs = [e.load(tile, kind, 64 * run) for run in range(4 if form == NIBBLES else 8)]
+    if is_short:
+        shifts, mask = ((0, 8, 4, 12), 15) if form == NIBBLES else ((0, 8), 255)
+        shifted = [e.builder.lshr(run, e.fill(shift, kind)) for run in runs for shift in shifts]
+        return [e.builder.and_(code, e.fill(mask, kind)) for code in shifted]
+    if form != NIBBLES:
+        return runs
+    mask = e.fill(0x0F0F0F0F, kind)
+    return [code for run in runs for code in (e.builder.and_(run, mask), e.high_nibbles(run))]
 
 
 def _doubled(e: Any, codes: Sequence[Any], plan: Any) -> list[Any]:
@@ -89,12 +88,18 @@ class Packed:
     def _tile(self, group: Any) -> Any:
         return self._e.add(self._at["tiles"], self._e.times(group, TILE_BYTES[self._form]))
 
-    def scales(self, group: Any, side: Any) -> list[Any]:
-        """Return a tile's scales, and the second ones or its minima where there are some."""
+    def scales(self, group: Any, side: Any) -> dict[str, list[Any]]:
+        """Return a tile's scales, and the second ones or its minima where there are some; and their bases.
+
+        A base is what a scale leaves of FLOAT_BASE to be taken off.
+        """
         e, end = self._e, 256 if self._form == NIBBLES else 512
         place = e.add(self._tile(group), e.add(e.times(side, 2), end))
         count = 1 if self._form == BYTES_SIGNED else 2
-        return [e.load_halves(place, 32 * number, OUTPUTS_AT_ONCE) for number in range(count)]
+        scales = [e.load_halves(place, 32 * number, OUTPUTS_AT_ONCE) for number in range(count)]
+        off = e.fill(-FLOAT_BASE, RESULTS)
+        num_bases = 2 if self._form == BYTES_IN_HALVES else 1
+        return {"scales": scales, "bases": [e.builder.fmul(s, off) for s in scales[:num_bases]]}
 
     def codes(self, group: Any, side: Any, plan: Any, is_wide: bool) -> list[Any]:
         e = self._e
@@ -115,7 +120,8 @@ class Unpacked:
             target = self._target(group)
             plan = e.add(at["plan"], e.times(group, PLAN_BYTES))
             values = held.codes(group, e.integer(0), plan, is_wide=False)
-            for place, value in enumerate(values + held.scales(group, e.integer(0))):
+            scales = held.scales(group, e.integer(0))
+            for place, value in enumerate(values + scales["scales"] + scales["bases"]):
                 e.store(value, target, 64 * place)
 
     def _target(self, group: Any) -> Any:
@@ -130,8 +136,9 @@ class Unpacked:
             self._e.set(slot, self._e.load(out))
         return self._e.get(slot)
 
-    def scales(self, group: Any, side: Any) -> list[Any]:
-        return [self._e.load(self._target(group), offset=512 + 64 * place) for place in range(2)]
+    def scales(self, group: Any, side: Any) -> dict[str, list[Any]]:
+        values = [self._e.load(self._target(group), offset=512 + 64 * n) for n in range(3)]
+        return {"scales": values[:2], "bases": values[2:]}
 
     def codes(self, group: Any, side: Any, plan: Any, is_wide: bool) -> list[Any]:
         target = self._target(group)

@@ -10,6 +10,7 @@ from headrace.backends.cpu.fast import layout as at
 from headrace.backends.cpu.fast.arena import address, map_pages
 from headrace.backends.cpu.fast.kernels_attend import partial_bytes, scratch_bytes
 from headrace.backends.cpu.fast.kernels_attend_plan import plan_items
+from headrace.backends.cpu.fast.kernels_coding import ROWS_TOGETHER
 from headrace.backends.cpu.fast.kv_pool import FastKVPool
 from headrace.backends.cpu.fast.recorder import Program
 from headrace.types import ForwardBatch
@@ -59,7 +60,8 @@ class Buffers:
     def _misfits(self, rows: tuple[int, int]) -> list[tuple[int, int]]:
         found = []
         for number, domain in enumerate(self._program.buffer_domains):
-            needed = max(1, rows[domain]) * self._program.buffer_row_bytes[number] + _SLACK_BYTES
+            whole = -(-max(1, rows[domain]) // ROWS_TOGETHER) * ROWS_TOGETHER
+            needed = whole * self._program.buffer_row_bytes[number] + _SLACK_BYTES
             if not needed <= len(self._buffers[number]) <= max(_KEPT_BYTES, 8 * needed):
                 found.append((number, needed))
         return found
