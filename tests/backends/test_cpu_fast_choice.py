@@ -225,7 +225,8 @@ numba.config.CPU_NAME, numba.config.CPU_FEATURES = cpu, ""
 binding.get_host_cpu_features = lambda: dict.fromkeys(features, True)
 from headrace.backends.cpu.fast import intrinsics
 from headrace.backends.cpu.fast.kernels_attend_pairs import blend_pairs, query_pairs
-from headrace.backends.cpu.fast.kernels_rowwise import half_at, quantize_row, store_half
+from headrace.backends.cpu.fast.kernels_quantize import quantize_row
+from headrace.backends.cpu.fast.kernels_rowwise import half_at, store_half
 
 @numba.njit
 def kernel(a, b, c, scale):

@@ -24,6 +24,7 @@ from headrace.backends.cpu.fast.kernels_coding import (
     PLAN_BYTES,
     PLAN_DOUBLES,
     PLAN_FACTORS,
+    PLAN_SHARES,
     PLAN_WIDE,
 )
 from headrace.backends.cpu.fast.kernels_tiles import FORMS_WITH_ROOM
@@ -42,9 +43,9 @@ NUM_TOKENS, EVERY = 64, 8
 """What is looked at, and behind every how many of these for the logits."""
 _PLAN = np.dtype(
     {
-        "names": ["factors", "wide", "doubles"],
-        "formats": [(np.uint8, GROUP), np.uint8, np.uint8],
-        "offsets": [PLAN_FACTORS, PLAN_WIDE, PLAN_DOUBLES],
+        "names": ["factors", "wide", "doubles", "shares"],
+        "formats": [(np.uint8, GROUP), np.uint8, np.uint8, (np.float32, GROUP)],
+        "offsets": [PLAN_FACTORS, PLAN_WIDE, PLAN_DOUBLES, PLAN_SHARES],
         "itemsize": PLAN_BYTES,
     }
 )
@@ -69,7 +70,7 @@ class CodingPlan:
         """Until it is chosen all groups are wide, or none."""
         share = SHARES[activations][domain]
         plan = np.zeros(groups, _PLAN)
-        plan["factors"], plan["wide"] = 1, share > 0
+        plan["factors"], plan["shares"], plan["wide"] = 1, 1.0, share > 0
         return cls(plan, np.zeros(groups * GROUP, np.float32), domain, share)
 
     def meets(self, form: int) -> None:
@@ -101,6 +102,7 @@ class CodingPlan:
         halvings = np.clip(halvings, 0, MOST_HALVINGS).astype(np.int64)
         halvings[loudest] = 0
         self.groups["factors"] = 1 << halvings
+        self.groups["shares"] = 0.5**halvings
         self.groups["doubles"] = halvings.any(axis=1)
 
 

@@ -160,6 +160,11 @@ class Emitter:
             vector, empty, ir.Constant(ir.VectorType(I32, lanes), [0] * lanes)
         )
 
+    def pick(self, x: Any, y: Any, lanes: Sequence[int]) -> Any:
+        """Some lanes of x, and of y counted behind them."""
+        kind = ir.VectorType(I32, len(lanes))
+        return self.builder.shuffle_vector(x, y, ir.Constant(kind, list(lanes)))
+
     def fma(self, x: Any, y: Any, z: Any) -> Any:
         return self.call(f"llvm.fma.v{x.type.count}f32", x.type, x, y, z)
 
@@ -295,6 +300,18 @@ class Emitter:
             kind, text, "=v,0,v,r,~{memory}", [total, codes, x], side_effect=True
         )
 
+    def join_bytes(self, codes: Sequence[Any]) -> Any:
+        """4 x 16 i32 that fit i8 as 64 of those, in order; AVX512_VNNI only."""
+        shorts, joined = ir.VectorType(I16, 2 * LANES), ir.VectorType(I8, 4 * LANES)
+        halves = [
+            self.call("llvm.x86.avx512.packssdw.512", shorts, *codes[first : first + 2])
+            for first in (0, 2)
+        ]
+        mixed = self.call("llvm.x86.avx512.packsswb.512", joined, *halves)  # every 128 bits apart
+        order = [4 * block + vector for vector in range(4) for block in range(4)]
+        mixed = self.builder.bitcast(mixed, INTS)
+        return self.builder.bitcast(self.pick(mixed, mixed, order), joined)
+
     def dot_few(self, codes: Any, x: Any) -> Any:
         """The sum of 16 products of bytes, unsigned and signed; AVX512_VNNI only."""
         four = ir.VectorType(I32, 4)
@@ -312,7 +329,7 @@ class Emitter:
         return self.builder.bitcast(codes, INTS)
 
     def high_nibbles(self, packed: Any) -> Any:
-        """The upper 4 bits of every byte. With GFNI in one instruction: a matrix that takes bits 7 to 4 to 3 to 0.
+        """The upper 4 bits of every byte; with GFNI in one instruction, a matrix that moves them down.
 
         Only where arithmetic has two ports: AMD shifts and masks on others than it multiplies on.
         """

@@ -3,11 +3,12 @@
 CODES, for weights of whole numbers: whole numbers too, by group of 32 inputs. Those of a wide group have 15
 bits and are kept as two int8 (256 * high + low), or as int16 with AVX2; those of a narrow one have 8, once
 loud inputs are made smaller. A plan says what each group is (see coding_plan): 32 bytes, powers of two, that
-inputs are divided by before they are coded and their weights' codes multiplied by in turn, and bytes that say
-whether it is wide and whether one of those is not 1.
+inputs are divided by before they are coded and their weights' codes multiplied by in turn; bytes that say
+whether it is wide and whether one of those is not 1; and 1 over each of those, f32.
 A run is a row's group, codes and then their record: scale f32, sum f32 (of codes times those bytes), and what
-sums of products begin with where weights' codes are w + 128 (i32): -128 times the sum of the codes, of the first
-16 and of the last 16, and in narrow groups FLOAT_BITS besides. Low bytes of wide groups come behind all runs.
+sums of products begin with where weights' codes are w + 128 (i32): -128 times the sum of the codes, of the
+first 16 and of the last 16, and in narrow groups FLOAT_BITS besides. Low bytes of wide groups come behind all
+runs.
 
 BRAIN, for weights of bf16: bf16 too, or f32 where the CPU has no fast products of bf16.
 
@@ -24,7 +25,7 @@ from headrace.backends.cpu.fast.intrinsics import HAS_BRAIN_DOT, I8, LEVEL, rout
 
 GROUP = 32
 CODES, BRAIN = range(2)
-PLAN_FACTORS, PLAN_WIDE, PLAN_DOUBLES, PLAN_BYTES = 0, 32, 33, 64
+PLAN_FACTORS, PLAN_WIDE, PLAN_DOUBLES, PLAN_SHARES, PLAN_BYTES = 0, 32, 33, 64, 192
 WIDE_IS_SHORT = LEVEL == capability.AVX2
 """Whether wide codes are kept as int16, of inputs 0, 2, 1, 3 of each 4: AVX2 multiplies those as fast."""
 BRAIN_IS_FLOAT = not HAS_BRAIN_DOT
@@ -38,13 +39,13 @@ RECORD_SCALE, RECORD_SUM = RECORD, RECORD + 4
 EXCESS, EXCESS_FIRST, EXCESS_LAST = RECORD + 8, RECORD + 12, RECORD + 16
 """Where a run has what sums of products begin with if codes are w + 128."""
 FLOAT_BASE, FLOAT_BITS = 12582912.0, 0x4B400000
-"""1.5 * 2**23 and its bits as f32. Whole numbers below 2**22 added to those bits are the bits of their sum with it:
-no conversion is needed, and a fused multiplication takes the base off again."""
+"""1.5 * 2**23 and its bits as f32. A whole number below 2**22 added to those bits gives the bits of its sum with
+it: no conversion is needed, and a fused multiplication takes the base off again."""
 _LINE = 64
 
 
 def row_bytes(coding: int, groups: int) -> int:
-    """Bytes of a coded row of so many groups, on average of ROWS_TOGETHER; whole lines, so that a run lies in one."""
+    """Bytes of a coded row of so many groups, on average of ROWS_TOGETHER; whole lines, as a run lies in one."""
     low_bytes = RUN_BYTES[CODES] if coding == CODES and not WIDE_IS_SHORT else 0
     return -(-groups * (RUN_BYTES[coding] + low_bytes) // _LINE) * _LINE
 

@@ -96,12 +96,19 @@ def _run(e: Any, run: Any) -> Any:
 
 
 def _sums(
-    e: Any, form: int, is_wide: bool, codes: Sequence[Any], run: Any, low: Any, x: list[int], excess: int
+    e: Any,
+    form: int,
+    is_wide: bool,
+    codes: Sequence[Any],
+    run: Any,
+    low: Any,
+    x: list[int],
+    excess: int,
 ) -> list[Any]:
     """Return each row's products with some codes, which meet the numbers `x` behind `run`, as f32.
 
-    Those of a narrow group have FLOAT_BASE added. low: as `run`, for low bytes. excess: what a sum of codes w + 128
-    begins with, behind the numbers.
+    Those of a narrow group have FLOAT_BASE added. low: as `run`, for low bytes. excess: what a sum of codes
+    w + 128 begins with, behind the numbers.
     Rows advance together, code by code, so that no dot product waits for the one before it.
     """
     is_short = is_wide and WIDE_IS_SHORT
@@ -170,7 +177,7 @@ def _add_coded(
 
 
 def _add_plain(e: Any, tile: Any, run: Any, offsets: list[int], totals: list[Any]) -> None:
-    """Add one tile of bf16 to every row's total; `offsets` behind `run` are bf16, or f32 where BRAIN_IS_FLOAT."""
+    """Add one tile of bf16 to every row's total; `offsets` behind `run` are bf16, f32 where BRAIN_IS_FLOAT."""
     results = [e.get(total) for total in totals]
     for pair in range(16):
         packed = e.load(tile, INTEGERS, 64 * pair)

@@ -33,6 +33,7 @@ from headrace.backends.cpu.fast.kernels_attend_pairs import write_pairs
 from headrace.backends.cpu.fast.kernels_attend_rows import PAIRS, fetch_run
 from headrace.backends.cpu.fast.kernels_coding import CODES, GROUP, coded_row
 from headrace.backends.cpu.fast.kernels_product import PREFETCH_TILES, product
+from headrace.backends.cpu.fast.kernels_quantize import quantize_row
 from headrace.backends.cpu.fast.kernels_rowwise import (
     add_rows,
     cap_row,
@@ -41,7 +42,6 @@ from headrace.backends.cpu.fast.kernels_rowwise import (
     gelu_row,
     norm_row,
     observe_row,
-    quantize_row,
     rotate_row,
     silu_row,
 )

@@ -1,7 +1,6 @@
-"""What is done to one row of activations: norms, gates, quantization, embedding, rotation, keys and values.
+"""What is done to one row of activations: norms, gates, embedding, rotation.
 
-Rows are f32 at an address; sizes are multiples of 16. A NaN or infinity anywhere in a group makes its scale NaN,
-so that broken numbers reach the logits and fail their sequence instead of turning into plausible integers.
+Rows are f32 at an address; sizes are multiples of 16.
 """
 
 from __future__ import annotations
@@ -9,48 +8,25 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
 from numba import carray
 
 from headrace.backends.cpu.fast.compiled import fast_kernel
 from headrace.backends.cpu.fast.intrinsics import (
-    BYTES,
     F16,
     F32,
-    FLOATS,
     I8,
     I16,
     I32,
     I64,
-    INTS,
     LANES,
-    SHORTS,
     routine,
 )
 from headrace.backends.cpu.fast.kernels_coding import (
-    BRAIN,
-    BRAIN_IS_FLOAT,
-    CODES,
-    EXCESS,
-    EXCESS_FIRST,
-    EXCESS_LAST,
-    FLOAT_BITS,
     GROUP,
-    PLAN_BYTES,
-    PLAN_FACTORS,
-    RECORD_SCALE,
-    RECORD_SUM,
-    RUN_BYTES,
-    WIDE_IS_SHORT,
-    group_bytes,
-    has_doubles,
-    is_wide,
-    low_codes_behind,
 )
 from headrace.backends.cpu.fast.kernels_tiles import (
     BYTES_IN_HALVES,
     BYTES_SIGNED,
-    FORMS_WITH_ROOM,
     NIBBLES,
     PLAIN,
 )
@@ -138,106 +114,6 @@ def gelu_row(e: Any, gate: Any, up: Any, out: Any, size: Any) -> None:
         bent = e.tanh(builder.fmul(inner, e.fill(_SQRT_2_OVER_PI)))
         half = builder.fmul(builder.fmul(x, e.fill(0.5)), builder.fadd(e.fill(1.0), bent))
         e.store(builder.fmul(half, y), e.add(out, offset))
-
-
-@routine()
-def quantize_row(e: Any, x: Any, groups: Any, coding: Any, plan: Any, out: Any) -> None:
-    """Write `groups` x 32 numbers in a coding of kernels_coding; `out` is a coded_row.
-
-    plan: what is read of it for CODES is said there.
-    """
-    is_coded = e.builder.icmp_signed("==", coding, e.integer(CODES))
-    with e.builder.if_else(is_coded) as (codes, brains):
-        with codes:
-            _write_codes(e, x, groups, plan, out)
-        with brains:
-            _write_brains(e, x, groups, out)
-
-
-def _write_brains(e: Any, x: Any, groups: Any, out: Any) -> None:
-    with e.loop(e.times(groups, GROUP // LANES)) as loop:
-        value = e.load(e.add(x, e.times(loop.index, _ROW)))
-        value = value if BRAIN_IS_FLOAT else e.narrow(value)
-        half = e.builder.and_(loop.index, e.integer(1))
-        run = e.add(out, e.times(e.builder.sub(loop.index, half), group_bytes(BRAIN) // 2))
-        e.store(value, e.add(run, e.times(half, RUN_BYTES[BRAIN] // 2)))
-
-
-def _write_codes(e: Any, x: Any, groups: Any, plan: Any, out: Any) -> None:
-    builder = e.builder
-    with e.loop(groups) as loop:
-        place = e.add(x, e.times(loop.index, 2 * _ROW))
-        here = e.add(plan, e.times(loop.index, PLAN_BYTES))
-        values = [e.load(place), e.load(place, FLOATS, _ROW)]
-        if FORMS_WITH_ROOM:
-            values = _divided(e, values, here)
-        bits = [e.magnitude_bits(value) for value in values]
-        is_less = builder.icmp_signed("<", bits[0], bits[1])
-        most = e.largest_magnitude(builder.select(is_less, bits[1], bits[0]))
-        is_wide_here = is_wide(e, here)
-        highest = builder.select(is_wide_here, F32(_HIGHEST_WIDE), F32(_HIGHEST_NARROW))
-        inverse = e.broadcast(builder.fdiv(highest, most))
-        share = builder.select(is_wide_here, F32(1 / _HIGHEST_WIDE), F32(1 / _HIGHEST_NARROW))
-        is_finite = builder.fcmp_ordered("<", most, F32(np.inf))
-        scale = builder.select(is_finite, builder.fmul(most, share), F32(np.nan))
-        target = e.add(out, e.times(loop.index, group_bytes(CODES)))
-        low_target = e.add(target, low_codes_behind(e, groups))
-        codes = [e.to_int(builder.fmul(value, inverse)) for value in values]
-        slots = [e.variable(I32(0)) for _ in codes]
-        with builder.if_else(is_wide_here) as (wide_here, narrow_here):
-            with wide_here:
-                for half, code in enumerate(codes):
-                    kept = _store_wide(e, code, (target, low_target), half)
-                    e.set(slots[half], e.sum_int_lanes(kept))
-            with narrow_here:
-                for slot, total in zip(slots, _store_narrow(e, codes, target, here), strict=True):
-                    e.set(slot, total)
-        sums = [e.get(slot) for slot in slots]
-        whole = builder.add(*sums)
-        e.store(scale, target, RECORD_SCALE)
-        e.store(builder.sitofp(whole, F32), target, RECORD_SUM)
-        begin = builder.select(is_wide_here, I32(0), I32(FLOAT_BITS))
-        for place, total in ((EXCESS, whole), (EXCESS_FIRST, sums[0]), (EXCESS_LAST, sums[1])):
-            e.store(builder.sub(begin, builder.shl(total, I32(7))), target, place)
-
-
-def _divided(e: Any, values: list[Any], plan: Any) -> list[Any]:
-    """32 numbers divided by their bytes of a plan: the bits of a power of two and of its inverse add up."""
-    builder, slots = e.builder, [e.variable(value) for value in values]
-    with builder.if_then(has_doubles(e, plan)):
-        for half, slot in enumerate(slots):
-            factors = builder.zext(e.load(plan, BYTES, PLAN_FACTORS + LANES * half), INTS)
-            factors = builder.bitcast(builder.sitofp(factors, FLOATS), INTS)
-            shares = builder.bitcast(builder.sub(e.fill(0x7F000000, INTS), factors), FLOATS)
-            e.set(slot, builder.fmul(e.get(slot), shares))
-    return [e.get(slot) for slot in slots]
-
-
-def _store_narrow(e: Any, codes: list[Any], target: Any, plan: Any) -> list[Any]:
-    """Store 32 codes as bytes; return the sums of the first and the last 16, times the bytes of the plan."""
-    builder = e.builder
-    parts = [builder.trunc(code, BYTES) for code in codes]
-    for half, part in enumerate(parts):
-        e.store(part, target, LANES * half)
-    if not FORMS_WITH_ROOM:
-        return [e.sum_int_lanes(code) for code in codes]
-    factors = [e.load(plan, BYTES, PLAN_FACTORS + LANES * half) for half in range(2)]
-    return [e.dot_few(*pair) for pair in zip(factors, parts, strict=True)]
-
-
-def _store_wide(e: Any, code: Any, targets: tuple[Any, Any], half: int) -> Any:
-    """Store 16 codes as high and low bytes, or as they are where WIDE_IS_SHORT; return what those say."""
-    builder = e.builder
-    if WIDE_IS_SHORT:
-        order = [4 * quad + place for quad in range(LANES // 4) for place in (0, 2, 1, 3)]
-        short = builder.trunc(code, SHORTS)
-        short = builder.shuffle_vector(short, short, ir.Constant(INTS, order))
-        e.store(short, targets[0], 2 * LANES * half)
-        return code
-    high, low = e.split_bytes(code)
-    for target, part in zip(targets, (high, low), strict=True):
-        e.store(builder.trunc(part, BYTES), target, LANES * half)
-    return builder.add(builder.shl(high, e.fill(8, INTS)), low)
 
 
 @routine("float")

@@ -1,0 +1,295 @@
+"""How a row of f32 becomes codes: group by group, and eight groups together where all have 8 bits.
+
+Most of the work of one group is to find the largest of 32 numbers and the sum of 32 codes. Eight groups find
+theirs together, by transposing while they reduce. Both ways write the same bits. A NaN or infinity anywhere
+in a group makes its scale NaN, so that broken numbers reach the logits and fail their sequence instead of
+turning into plausible integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+
+from headrace.backends.cpu.fast import capability
+from headrace.backends.cpu.fast.intrinsics import (
+    BYTES,
+    F32,
+    FLOATS,
+    I8,
+    I32,
+    INTS,
+    INTS8,
+    LANES,
+    LEVEL,
+    SHORTS,
+    routine,
+)
+from headrace.backends.cpu.fast.kernels_coding import (
+    BRAIN,
+    BRAIN_IS_FLOAT,
+    CODES,
+    EXCESS,
+    EXCESS_FIRST,
+    EXCESS_LAST,
+    FLOAT_BITS,
+    GROUP,
+    PLAN_BYTES,
+    PLAN_FACTORS,
+    PLAN_SHARES,
+    PLAN_WIDE,
+    RECORD_SCALE,
+    RECORD_SUM,
+    RUN_BYTES,
+    WIDE_IS_SHORT,
+    group_bytes,
+    is_wide,
+    low_codes_behind,
+)
+from headrace.backends.cpu.fast.kernels_tiles import FORMS_WITH_ROOM
+
+_ROW = 4 * LANES
+_HIGHEST_WIDE, _HIGHEST_NARROW = 127 * 256.0, 127.0
+"""The largest code; of a wide one the high byte must fit int8."""
+_LEAST = 1e-30
+"""A group's largest number counts as no less."""
+_TOGETHER = 8
+"""Groups whose largest numbers and sums are found together."""
+_FLOATS8 = ir.VectorType(F32, _TOGETHER)
+_BLOCKS = tuple(range(0, LANES, 4))
+"""The first lane of each 4, which shuffles of 128 bits keep together."""
+
+
+@routine()
+def quantize_row(e: Any, x: Any, groups: Any, coding: Any, plan: Any, out: Any) -> None:
+    """Write `groups` x 32 numbers in a coding of kernels_coding; `out` is a coded_row.
+
+    plan: what is read of it for CODES is said there.
+    """
+    is_coded = e.builder.icmp_signed("==", coding, e.integer(CODES))
+    with e.builder.if_else(is_coded) as (codes, brains):
+        with codes:
+            _write_codes(e, x, groups, plan, out)
+        with brains:
+            _write_brains(e, x, groups, out)
+
+
+def _write_brains(e: Any, x: Any, groups: Any, out: Any) -> None:
+    with e.loop(e.times(groups, GROUP // LANES)) as loop:
+        value = e.load(e.add(x, e.times(loop.index, _ROW)))
+        value = value if BRAIN_IS_FLOAT else e.narrow(value)
+        half = e.builder.and_(loop.index, e.integer(1))
+        run = e.add(out, e.times(e.builder.sub(loop.index, half), group_bytes(BRAIN) // 2))
+        e.store(value, e.add(run, e.times(half, RUN_BYTES[BRAIN] // 2)))
+
+
+def _write_codes(e: Any, x: Any, groups: Any, plan: Any, out: Any) -> None:
+    behind = low_codes_behind(e, groups)
+
+    def places(group: Any) -> dict[str, Any]:
+        target = e.add(out, e.times(group, group_bytes(CODES)))
+        here = e.add(plan, e.times(group, PLAN_BYTES))
+        return {"x": e.add(x, e.times(group, 2 * _ROW)), "plan": here, "out": target}
+
+    if LEVEL != capability.AVX512_VNNI:
+        with e.loop(groups) as loop:
+            _write_group(e, places(loop.index), behind)
+        return
+    together = e.builder.sdiv(groups, e.integer(_TOGETHER))
+    with e.loop(together) as loop:
+        first = e.times(loop.index, _TOGETHER)
+        at = places(first)
+        with e.builder.if_else(_is_any_wide(e, at["plan"])) as (some_wide, all_narrow):
+            with some_wide, e.loop(e.integer(_TOGETHER)) as inner:
+                _write_group(e, places(e.add(first, inner.index)), behind)
+            with all_narrow:
+                _write_groups(e, at)
+    done = e.times(together, _TOGETHER)
+    with e.loop(e.builder.sub(groups, done)) as loop:
+        _write_group(e, places(e.add(done, loop.index)), behind)
+
+
+def _is_any_wide(e: Any, plan: Any) -> Any:
+    """Whether one of _TOGETHER groups from this plan on is wide, as an i1."""
+    found = e.load(plan, I8, PLAN_WIDE)
+    for number in range(1, _TOGETHER):
+        found = e.builder.or_(found, e.load(plan, I8, PLAN_WIDE + number * PLAN_BYTES))
+    return e.builder.icmp_signed("!=", found, I8(0))
+
+
+def _numbers(e: Any, at: dict[str, Any], group: int = 0) -> list[Any]:
+    """A group's 32 numbers, loud ones made smaller."""
+    values = []
+    for half in range(2):
+        value = e.load(at["x"], FLOATS, _ROW * (2 * group + half))
+        if FORMS_WITH_ROOM:
+            share = e.load(at["plan"], FLOATS, PLAN_SHARES + group * PLAN_BYTES + _ROW * half)
+            value = e.builder.fmul(value, share)
+        values.append(value)
+    return values
+
+
+# --- one group ------------------------------------------------------------------
+
+
+def _write_group(e: Any, at: dict[str, Any], behind: Any) -> None:
+    """Write the codes and the record of one group. behind: how far its low bytes are behind the high ones."""
+    builder, values = e.builder, _numbers(e, at)
+    bits = [e.magnitude_bits(value) for value in values]
+    is_less = builder.icmp_signed("<", bits[0], bits[1])
+    most = e.largest_magnitude(builder.select(is_less, bits[1], bits[0]))
+    is_wide_here = is_wide(e, at["plan"])
+    highest = builder.select(is_wide_here, F32(_HIGHEST_WIDE), F32(_HIGHEST_NARROW))
+    inverse = e.broadcast(builder.fdiv(highest, most))
+    share = builder.select(is_wide_here, F32(1 / _HIGHEST_WIDE), F32(1 / _HIGHEST_NARROW))
+    is_finite = builder.fcmp_ordered("<", most, F32(np.inf))
+    scale = builder.select(is_finite, builder.fmul(most, share), F32(np.nan))
+    codes = [e.to_int(builder.fmul(value, inverse)) for value in values]
+    slots = [e.variable(I32(0)) for _ in codes]
+    with builder.if_else(is_wide_here) as (wide_here, narrow_here):
+        with wide_here:
+            targets = at["out"], e.add(at["out"], behind)
+            for half, code in enumerate(codes):
+                e.set(slots[half], e.sum_int_lanes(_store_wide(e, code, targets, half)))
+        with narrow_here:
+            for slot, total in zip(slots, _store_narrow(e, codes, at), strict=True):
+                e.set(slot, total)
+    sums = [e.get(slot) for slot in slots]
+    whole = builder.add(*sums)
+    e.store(scale, at["out"], RECORD_SCALE)
+    e.store(builder.sitofp(whole, F32), at["out"], RECORD_SUM)
+    begin = builder.select(is_wide_here, I32(0), I32(FLOAT_BITS))
+    for place, total in ((EXCESS, whole), (EXCESS_FIRST, sums[0]), (EXCESS_LAST, sums[1])):
+        e.store(builder.sub(begin, builder.shl(total, I32(7))), at["out"], place)
+
+
+def _store_narrow(e: Any, codes: list[Any], at: dict[str, Any]) -> list[Any]:
+    """Store 32 codes as bytes; return the sums of the first and the last 16, times the bytes of the plan."""
+    parts = [e.builder.trunc(code, BYTES) for code in codes]
+    for half, part in enumerate(parts):
+        e.store(part, at["out"], LANES * half)
+    if not FORMS_WITH_ROOM:
+        return [e.sum_int_lanes(code) for code in codes]
+    factors = [e.load(at["plan"], BYTES, PLAN_FACTORS + LANES * half) for half in range(2)]
+    return [e.dot_few(*pair) for pair in zip(factors, parts, strict=True)]
+
+
+def _store_wide(e: Any, code: Any, targets: tuple[Any, Any], half: int) -> Any:
+    """Store 16 codes as high and low bytes, or as they are where WIDE_IS_SHORT; return what those say."""
+    builder = e.builder
+    if WIDE_IS_SHORT:
+        order = [4 * quad + place for quad in range(LANES // 4) for place in (0, 2, 1, 3)]
+        short = builder.trunc(code, SHORTS)
+        short = builder.shuffle_vector(short, short, ir.Constant(INTS, order))
+        e.store(short, targets[0], 2 * LANES * half)
+        return code
+    high, low = e.split_bytes(code)
+    for target, part in zip(targets, (high, low), strict=True):
+        e.store(builder.trunc(part, BYTES), target, LANES * half)
+    return builder.add(builder.shl(high, e.fill(8, INTS)), low)
+
+
+# --- eight groups ---------------------------------------------------------------
+
+
+def _write_groups(e: Any, at: dict[str, Any]) -> None:
+    """Write the codes and the records of _TOGETHER narrow groups."""
+    builder, groups = e.builder, range(_TOGETHER)
+    bits = []
+    for group in groups:
+        pair = [e.magnitude_bits(value) for value in _numbers(e, at, group)]
+        bits.append(_larger(e, *pair))
+    most = builder.bitcast(_largest(e, bits), _FLOATS8)
+    is_less = builder.fcmp_ordered("<", most, e.fill(_LEAST, _FLOATS8))
+    most = builder.select(is_less, e.fill(_LEAST, _FLOATS8), most)
+    inverse = builder.fdiv(e.fill(_HIGHEST_NARROW, _FLOATS8), most)
+    is_finite = builder.fcmp_ordered("<", most, e.fill(np.inf, _FLOATS8))
+    scale = builder.fmul(most, e.fill(1 / _HIGHEST_NARROW, _FLOATS8))
+    scale = builder.select(is_finite, scale, e.fill(np.nan, _FLOATS8))
+    totals = []
+    for group in range(_TOGETHER // 2):
+        codes = []
+        for other in (group, group + _TOGETHER // 2):
+            factor = builder.shuffle_vector(inverse, inverse, ir.Constant(INTS, [other] * LANES))
+            values = _numbers(e, at, other)
+            codes += [e.to_int(builder.fmul(value, factor)) for value in values]
+        totals.append(_store_two(e, e.join_bytes(codes), at, group))
+    _store_records(e, scale, _sums(e, totals), at["out"])
+
+
+def _larger(e: Any, x: Any, y: Any) -> Any:
+    return e.builder.select(e.builder.icmp_signed("<", x, y), y, x)
+
+
+def _by_four(e: Any, vectors: Sequence[Any], combine: Callable[[Any, Any, Any], Any]) -> Any:
+    """Combine the lanes of every 128 bits: lane 4 * b + v of the result is of lanes 4 * b .. 4 * b + 3 of v."""
+
+    def halves(x: Any, y: Any, low: Sequence[int], high: Sequence[int]) -> Any:
+        parts = [
+            e.pick(x, y, [b + lane for b in _BLOCKS for lane in lanes]) for lanes in (low, high)
+        ]
+        return combine(e, *parts)
+
+    a, b, c, d = vectors
+    other = LANES
+    even, odd = (0, other, 1, other + 1), (2, other + 2, 3, other + 3)
+    first, last = (0, 1, other, other + 1), (2, 3, other + 2, other + 3)
+    return halves(halves(a, b, even, odd), halves(c, d, even, odd), first, last)
+
+
+def _largest(e: Any, bits: Sequence[Any]) -> Any:
+    """The largest lane of each of 8 vectors, i32 [8]."""
+    low, high = (_by_four(e, bits[first : first + 4], _larger) for first in (0, 4))
+    half = LANES // 2
+    pair = _larger(e, *(e.pick(low, high, _lanes(f, f + LANES, half)) for f in (0, half)))
+    return _larger(e, *(e.pick(pair, pair, _lanes(f, f + half, 4)) for f in (0, 4)))
+
+
+def _sums(e: Any, totals: Sequence[Any]) -> tuple[Any, Any]:
+    """Sums of the first and the last 16 of 8 groups, i32 [8] each.
+
+    totals: of groups v and v + 4, their first and last halves in 128 bits each.
+    """
+    by_half = _by_four(e, totals, lambda e, x, y: e.builder.add(x, y))
+    first, last = (e.pick(by_half, by_half, _lanes(f, f + 8, 4)) for f in (0, 4))
+    return first, last
+
+
+def _lanes(first: int, second: int, count: int) -> list[int]:
+    return [*range(first, first + count), *range(second, second + count)]
+
+
+def _store_two(e: Any, codes: Any, at: dict[str, Any], group: int) -> Any:
+    """Store the codes of groups `group` and `group` + 4; return sums of 4, times the bytes of the plan."""
+    factors = []
+    for number in range(2):
+        other = group + number * _TOGETHER // 2
+        half = e.pick(codes, codes, range(GROUP * number, GROUP * (number + 1)))
+        e.store(half, at["out"], other * group_bytes(CODES))
+        kind = ir.VectorType(I8, GROUP)
+        factors.append(e.load(at["plan"], kind, PLAN_FACTORS + other * PLAN_BYTES))
+    return e.dot(e.fill(0, INTS), e.pick(*factors, range(2 * GROUP)), codes, is_signed=False)
+
+
+def _store_records(e: Any, scale: Any, sums: tuple[Any, Any], out: Any) -> None:
+    builder = e.builder
+    whole = builder.add(*sums)
+    total = builder.bitcast(builder.sitofp(whole, _FLOATS8), INTS8)
+    begin, shift = e.fill(FLOAT_BITS, INTS8), e.fill(7, INTS8)
+    excesses = [builder.sub(begin, builder.shl(value, shift)) for value in (whole, *sums)]
+    fields = [builder.bitcast(scale, INTS8), total, *excesses]
+    even, odd = (0, 8, 1, 9, 4, 12, 5, 13), (2, 10, 3, 11, 6, 14, 7, 15)
+    sides = [[e.pick(fields[f], fields[f + 1], lanes) for f in (0, 2)] for lanes in (even, odd)]
+    for side, (a, b) in enumerate(sides):
+        for later in range(2):
+            run = e.pick(a, b, [lane + 2 * later for lane in (0, 1, 8, 9, 4, 5, 12, 13)])
+            for number in range(2):
+                group = 2 * side + later + number * _TOGETHER // 2
+                record = e.pick(run, run, range(4 * number, 4 * number + 4))
+                place = group * group_bytes(CODES)
+                e.store(record, out, place + RECORD_SCALE)
+                last = builder.extract_element(fields[4], I32(group))
+                e.store(last, out, place + EXCESS_LAST)
