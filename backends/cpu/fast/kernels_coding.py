@@ -39,13 +39,13 @@ RECORD_SCALE, RECORD_SUM = RECORD, RECORD + 4
 EXCESS, EXCESS_FIRST, EXCESS_LAST = RECORD + 8, RECORD + 12, RECORD + 16
 """Where a run has what sums of products begin with if codes are w + 128."""
 FLOAT_BASE, FLOAT_BITS = 12582912.0, 0x4B400000
-"""1.5 * 2**23 and its bits as f32. A whole number below 2**22 added to those bits gives the bits of its sum with
-it: no conversion is needed, and a fused multiplication takes the base off again."""
+"""1.5 * 2**23 and its bits as f32. A whole number below 2**22 added to those bits gives the bits of its sum
+with it: no conversion is needed, and a fused multiplication takes the base off again."""
 _LINE = 64
 
 
 def row_bytes(coding: int, groups: int) -> int:
-    """Bytes of a coded row of so many groups, on average of ROWS_TOGETHER; whole lines, as a run lies in one."""
+    """Bytes of a coded row of so many groups, on average of ROWS_TOGETHER; whole lines, as a run is."""
     low_bytes = RUN_BYTES[CODES] if coding == CODES and not WIDE_IS_SHORT else 0
     return -(-groups * (RUN_BYTES[coding] + low_bytes) // _LINE) * _LINE
 

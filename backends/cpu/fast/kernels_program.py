@@ -32,7 +32,7 @@ from headrace.backends.cpu.fast.kernels_attend import (
 from headrace.backends.cpu.fast.kernels_attend_pairs import write_pairs
 from headrace.backends.cpu.fast.kernels_attend_rows import PAIRS, fetch_run
 from headrace.backends.cpu.fast.kernels_coding import CODES, GROUP, coded_row
-from headrace.backends.cpu.fast.kernels_product import PREFETCH_TILES, product
+from headrace.backends.cpu.fast.kernels_matmul import chunk_of, fetch_first_tiles, run_linear
 from headrace.backends.cpu.fast.kernels_quantize import quantize_row
 from headrace.backends.cpu.fast.kernels_rowwise import (
     add_rows,
@@ -51,8 +51,6 @@ from headrace.backends.cpu.kernels_vector import float_of_bits
 
 SPINS = 2000
 """Pauses before a waiting thread gives way: on a busy machine a longer spin starves who it waits for."""
-CHUNKS_PER_THREAD = 8
-MAX_COLUMNS_PER_CHUNK = 8
 CONTROL_WORD = 8
 
 
@@ -72,51 +70,6 @@ def barrier(control, target, tid):  # type: ignore[no-untyped-def]
             waits = longs(control + (at.LONG_WAITS + tid * at.LINE_WORDS) * CONTROL_WORD, 1)
             waits[0] += now_nanoseconds() - started
             return
-
-
-@fast_kernel
-def chunk_of(total, threads, most):  # type: ignore[no-untyped-def]
-    """How many pieces of `total` a thread takes at once."""
-    if threads == 1:
-        return max(1, total)
-    return min(most, max(1, total // (threads * CHUNKS_PER_THREAD)))
-
-
-@fast_kernel
-def fetch_first_tiles(op, threads, tid):  # type: ignore[no-untyped-def]
-    """Ask for what thread `tid` reads first in a product, while there is nothing else to do."""
-    tile_bytes = TILE_BYTES[op[at.FORM]]
-    column_bytes = op[at.SIZE] * tile_bytes
-    first = tid % threads * chunk_of(op[at.COUNT], threads, MAX_COLUMNS_PER_CHUNK)
-    if first < op[at.COUNT]:
-        size = min(column_bytes, PREFETCH_TILES * tile_bytes)
-        fetch_run(op[at.POINTER] + first * column_bytes, size)
-
-
-@inlined_kernel
-def run_linear(op, rows, threads, tid, counter, x, out):  # type: ignore[no-untyped-def]
-    """Each thread's first columns are given, which `fetch_first_tiles` knows; then it takes what comes next.
-
-    It takes them early, so that the weights of the next columns can be asked for during the last ones.
-    """
-    form, groups = op[at.FORM], op[at.SIZE]
-    column_bytes = groups * TILE_BYTES[form]
-    columns = op[at.COUNT] if rows > 0 else 0
-    chunk = chunk_of(columns, threads, MAX_COLUMNS_PER_CHUNK)
-    tiles, bias = op[at.POINTER], op[at.SECOND_POINTER]
-    first = tid % threads * chunk
-    while first < columns:
-        following = threads * chunk + atomic_add(counter, chunk)
-        end = min(columns, first + chunk)
-        for column in range(first, end):
-            after = following if column + 1 == end else column + 1
-            after = after if after < columns else column
-            product(
-                form, op[at.PLAN], tiles + column * column_bytes, tiles + after * column_bytes, groups,
-                x, op[at.IN_STRIDE], out + column * LANES * 4, op[at.OUT_STRIDE],
-                bias + column * LANES * 4 if bias != 0 else 0, rows,
-            )  # fmt: skip
-        first = following
 
 
 @fast_kernel
@@ -330,7 +283,9 @@ def run_program(tid, parameters_at, control, joins):  # type: ignore[no-untyped-
         aux = place_of(buffers, op[at.AUX], op[at.AUX_OFFSET])
         out = place_of(buffers, op[at.OUT], op[at.OUT_OFFSET])
         if op[at.CODE] == at.LINEAR:
-            run_linear(op, rows, threads, tid, counter, x, out)
+            quantized = place_of(buffers, op[at.QUANTIZED], 0)
+            places = (x, out, quantized, scratch)
+            run_linear(op, rows, threads, tid, counter, places, parameters[at.OBSERVES] != 0)
         elif op[at.CODE] == at.ATTEND:
             run_attention(op, parameters, threads, counter, x, out, scratch)
         else:

@@ -9,6 +9,7 @@ turning into plausible integers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,9 @@ _HIGHEST_WIDE, _HIGHEST_NARROW = 127 * 256.0, 127.0
 _LEAST = 1e-30
 """A group's largest number counts as no less."""
 _TOGETHER = 8
-"""Groups whose largest numbers and sums are found together."""
+"""Groups whose largest numbers and sums are found together: of a row, or of ROWS_TOGETHER rows."""
+GATED_ROW = 2 * 4 * GROUP
+"""Bytes from row to row of what quantize_rows reads."""
 _FLOATS8 = ir.VectorType(F32, _TOGETHER)
 _BLOCKS = tuple(range(0, LANES, 4))
 """The first lane of each 4, which shuffles of 128 bits keep together."""
@@ -72,9 +75,32 @@ def quantize_row(e: Any, x: Any, groups: Any, coding: Any, plan: Any, out: Any) 
     is_coded = e.builder.icmp_signed("==", coding, e.integer(CODES))
     with e.builder.if_else(is_coded) as (codes, brains):
         with codes:
-            _write_codes(e, x, groups, plan, out)
+            at = {"x": x, "plan": plan, "out": out}
+            _write_all(e, at, _OF_A_ROW, groups, low_codes_behind(e, groups))
         with brains:
             _write_brains(e, x, groups, out)
+
+
+@routine()
+def quantize_rows(
+    e: Any, x: Any, rows: Any, group: Any, groups: Any, coding: Any, plan: Any, out: Any
+) -> None:
+    """The same for group `group` of `groups`, of up to ROWS_TOGETHER rows that are GATED_ROW apart.
+
+    plan, out: of group 0 of all; of the first row's.
+    """
+    is_coded = e.builder.icmp_signed("==", coding, e.integer(CODES))
+    with e.builder.if_else(is_coded) as (codes, brains):
+        with codes:
+            at = {"x": x, "plan": e.add(plan, e.times(group, PLAN_BYTES))}
+            at["out"] = e.add(out, e.times(group, group_bytes(CODES)))
+            _write_all(e, at, _OF_A_GROUP, rows, low_codes_behind(e, groups))
+        with brains:
+            target = e.add(out, e.times(group, group_bytes(BRAIN)))
+            with e.loop(rows) as loop:
+                source = e.add(x, e.times(loop.index, GATED_ROW))
+                run = e.add(target, e.times(loop.index, RUN_BYTES[BRAIN]))
+                _write_brains(e, source, e.integer(1), run)
 
 
 def _write_brains(e: Any, x: Any, groups: Any, out: Any) -> None:
@@ -86,47 +112,63 @@ def _write_brains(e: Any, x: Any, groups: Any, out: Any) -> None:
         e.store(value, e.add(run, e.times(half, RUN_BYTES[BRAIN] // 2)))
 
 
-def _write_codes(e: Any, x: Any, groups: Any, plan: Any, out: Any) -> None:
-    behind = low_codes_behind(e, groups)
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """Bytes from one group to the next, of those that are coded one after the other."""
 
-    def places(group: Any) -> dict[str, Any]:
-        target = e.add(out, e.times(group, group_bytes(CODES)))
-        here = e.add(plan, e.times(group, PLAN_BYTES))
-        return {"x": e.add(x, e.times(group, 2 * _ROW)), "plan": here, "out": target}
+    x: int
+    plan: int
+    out: int
+
+    def places(self, e: Any, at: dict[str, Any], number: Any) -> dict[str, Any]:
+        return {
+            name: e.add(at[name], e.times(number, step))
+            for name, step in (("x", self.x), ("plan", self.plan), ("out", self.out))
+        }
+
+
+_OF_A_ROW = _Steps(2 * _ROW, PLAN_BYTES, group_bytes(CODES))
+_OF_A_GROUP = _Steps(GATED_ROW, 0, RUN_BYTES[CODES])
+
+
+def _write_all(e: Any, at: dict[str, Any], steps: _Steps, count: Any, behind: Any) -> None:
+    """Write `count` groups, _TOGETHER at a time where none of those is wide."""
+
+    def one_by_one(first: Any, number: Any) -> None:
+        with e.loop(number) as loop:
+            _write_group(e, steps.places(e, at, e.add(first, loop.index)), behind)
 
     if LEVEL != capability.AVX512_VNNI:
-        with e.loop(groups) as loop:
-            _write_group(e, places(loop.index), behind)
+        one_by_one(e.integer(0), count)
         return
-    together = e.builder.sdiv(groups, e.integer(_TOGETHER))
+    together = e.builder.sdiv(count, e.integer(_TOGETHER))
     with e.loop(together) as loop:
         first = e.times(loop.index, _TOGETHER)
-        at = places(first)
-        with e.builder.if_else(_is_any_wide(e, at["plan"])) as (some_wide, all_narrow):
-            with some_wide, e.loop(e.integer(_TOGETHER)) as inner:
-                _write_group(e, places(e.add(first, inner.index)), behind)
+        here = steps.places(e, at, first)
+        with e.builder.if_else(_is_any_wide(e, here["plan"], steps)) as (some_wide, all_narrow):
+            with some_wide:
+                one_by_one(first, e.integer(_TOGETHER))
             with all_narrow:
-                _write_groups(e, at)
+                _write_groups(e, here, steps)
     done = e.times(together, _TOGETHER)
-    with e.loop(e.builder.sub(groups, done)) as loop:
-        _write_group(e, places(e.add(done, loop.index)), behind)
+    one_by_one(done, e.builder.sub(count, done))
 
 
-def _is_any_wide(e: Any, plan: Any) -> Any:
-    """Whether one of _TOGETHER groups from this plan on is wide, as an i1."""
+def _is_any_wide(e: Any, plan: Any, steps: _Steps) -> Any:
+    """Whether one of _TOGETHER groups is wide, as an i1."""
     found = e.load(plan, I8, PLAN_WIDE)
-    for number in range(1, _TOGETHER):
-        found = e.builder.or_(found, e.load(plan, I8, PLAN_WIDE + number * PLAN_BYTES))
+    for number in range(1, _TOGETHER if steps.plan else 1):
+        found = e.builder.or_(found, e.load(plan, I8, PLAN_WIDE + number * steps.plan))
     return e.builder.icmp_signed("!=", found, I8(0))
 
 
-def _numbers(e: Any, at: dict[str, Any], group: int = 0) -> list[Any]:
-    """A group's 32 numbers, loud ones made smaller."""
+def _numbers(e: Any, at: dict[str, Any], steps: _Steps = _OF_A_ROW, number: int = 0) -> list[Any]:
+    """The 32 numbers of a group, loud ones made smaller."""
     values = []
-    for half in range(2):
-        value = e.load(at["x"], FLOATS, _ROW * (2 * group + half))
+    for half in (0, _ROW):
+        value = e.load(at["x"], FLOATS, steps.x * number + half)
         if FORMS_WITH_ROOM:
-            share = e.load(at["plan"], FLOATS, PLAN_SHARES + group * PLAN_BYTES + _ROW * half)
+            share = e.load(at["plan"], FLOATS, PLAN_SHARES + steps.plan * number + half)
             value = e.builder.fmul(value, share)
         values.append(value)
     return values
@@ -195,12 +237,12 @@ def _store_wide(e: Any, code: Any, targets: tuple[Any, Any], half: int) -> Any:
 # --- eight groups ---------------------------------------------------------------
 
 
-def _write_groups(e: Any, at: dict[str, Any]) -> None:
+def _write_groups(e: Any, at: dict[str, Any], steps: _Steps) -> None:
     """Write the codes and the records of _TOGETHER narrow groups."""
     builder, groups = e.builder, range(_TOGETHER)
     bits = []
     for group in groups:
-        pair = [e.magnitude_bits(value) for value in _numbers(e, at, group)]
+        pair = [e.magnitude_bits(value) for value in _numbers(e, at, steps, group)]
         bits.append(_larger(e, *pair))
     most = builder.bitcast(_largest(e, bits), _FLOATS8)
     is_less = builder.fcmp_ordered("<", most, e.fill(_LEAST, _FLOATS8))
@@ -214,10 +256,10 @@ def _write_groups(e: Any, at: dict[str, Any]) -> None:
         codes = []
         for other in (group, group + _TOGETHER // 2):
             factor = builder.shuffle_vector(inverse, inverse, ir.Constant(INTS, [other] * LANES))
-            values = _numbers(e, at, other)
+            values = _numbers(e, at, steps, other)
             codes += [e.to_int(builder.fmul(value, factor)) for value in values]
-        totals.append(_store_two(e, e.join_bytes(codes), at, group))
-    _store_records(e, scale, _sums(e, totals), at["out"])
+        totals.append(_store_two(e, e.join_bytes(codes), at, steps, group))
+    _store_records(e, scale, _sums(e, totals), at["out"], steps.out)
 
 
 def _larger(e: Any, x: Any, y: Any) -> Any:
@@ -262,19 +304,19 @@ def _lanes(first: int, second: int, count: int) -> list[int]:
     return [*range(first, first + count), *range(second, second + count)]
 
 
-def _store_two(e: Any, codes: Any, at: dict[str, Any], group: int) -> Any:
+def _store_two(e: Any, codes: Any, at: dict[str, Any], steps: _Steps, group: int) -> Any:
     """Store the codes of groups `group` and `group` + 4; return sums of 4, times the bytes of the plan."""
     factors = []
     for number in range(2):
         other = group + number * _TOGETHER // 2
         half = e.pick(codes, codes, range(GROUP * number, GROUP * (number + 1)))
-        e.store(half, at["out"], other * group_bytes(CODES))
+        e.store(half, at["out"], other * steps.out)
         kind = ir.VectorType(I8, GROUP)
-        factors.append(e.load(at["plan"], kind, PLAN_FACTORS + other * PLAN_BYTES))
+        factors.append(e.load(at["plan"], kind, PLAN_FACTORS + other * steps.plan))
     return e.dot(e.fill(0, INTS), e.pick(*factors, range(2 * GROUP)), codes, is_signed=False)
 
 
-def _store_records(e: Any, scale: Any, sums: tuple[Any, Any], out: Any) -> None:
+def _store_records(e: Any, scale: Any, sums: tuple[Any, Any], out: Any, step: int) -> None:
     builder = e.builder
     whole = builder.add(*sums)
     total = builder.bitcast(builder.sitofp(whole, _FLOATS8), INTS8)
@@ -289,7 +331,7 @@ def _store_records(e: Any, scale: Any, sums: tuple[Any, Any], out: Any) -> None:
             for number in range(2):
                 group = 2 * side + later + number * _TOGETHER // 2
                 record = e.pick(run, run, range(4 * number, 4 * number + 4))
-                place = group * group_bytes(CODES)
+                place = group * step
                 e.store(record, out, place + RECORD_SCALE)
                 last = builder.extract_element(fields[4], I32(group))
                 e.store(last, out, place + EXCESS_LAST)

@@ -112,11 +112,14 @@ LINE_WORDS = 8
     PLAN,
     LOUDNESS,
     NEXT,
-) = range(28)
-NUM_FIELDS = 28
+    GATE,
+    GATE_PLAN,
+) = range(30)
+NUM_FIELDS = 30
 """IN, AUX, OUT and QUANTIZED are buffer numbers, -1: none. NUMBER holds the bits of an f32.
 CODING is that of QUANTIZED. PLAN: how its groups, or of what a product reads, are coded (see coding_plan).
-NEXT: the product after this one, or after this attention; 0: none."""
+NEXT: the product after this one, or after this attention; 0: none. GATE: SILU or GELU behind a product at once,
+whose codes are made as GATE_PLAN says; 0: none."""
 
 TOKENS, SAMPLES = 0, 1
 """DOMAIN: how many rows an operation has."""

@@ -19,6 +19,7 @@ from headrace.backends.cpu.fast.buffers import Value, assign_buffers
 from headrace.backends.cpu.fast.coding_plan import CodingPlan
 from headrace.backends.cpu.fast.intrinsics import LANES
 from headrace.backends.cpu.fast.kernels_coding import BRAIN, CODES, GROUP, row_bytes
+from headrace.backends.cpu.fast.kernels_matmul import GATED_BYTES
 from headrace.backends.cpu.fast.kernels_tiles import PLAIN
 from headrace.backends.cpu.fast.packing import (
     HeldWeight,
@@ -345,6 +346,32 @@ class Recorder:
             if code in (at.LINEAR, at.ATTEND):
                 before = instruction
 
+    def _gate_at_once(self) -> None:
+        """Put a gate whose result only products read into the product before it, where that is one."""
+        kept: list[Instruction] = []
+        for index, instruction in enumerate(self._instructions):
+            gate, before = instruction.fields, kept[-1].fields if kept else []
+            is_gate = gate[at.CODE] in (at.SILU, at.GELU) and gate[at.OUT] < 0
+            is_whole = is_gate and self._is_all_of(before, gate)
+            if not (is_whole and self._values[gate[at.IN]].last_use == index):
+                kept.append(instruction)
+                continue
+            before[at.GATE], before[at.GATE_PLAN] = gate[at.CODE], gate[at.PLAN]
+            for place in (at.QUANTIZED, at.QUANTIZED_STRIDE, at.CODING, at.LOUDNESS):
+                before[place] = gate[place]
+            self._values[gate[at.QUANTIZED]].first_use = index - 1
+            self._values[before[at.OUT]].last_use = before[at.OUT] = -1
+        self._instructions = kept
+
+    def _is_all_of(self, product: list[int], gate: list[int]) -> bool:
+        """Whether the operation before a gate is a product that gives all that it reads, in whole groups."""
+        width = self._values[gate[at.IN]].width
+        return (
+            (product[at.CODE], product[at.OUT]) == (at.LINEAR, gate[at.IN])
+            and product[at.COUNT] * LANES == width == 2 * gate[at.SIZE]
+            and gate[at.SIZE] % GROUP == 0
+        )
+
     def finish(self, logits: Activation) -> Program:
         """Share buffers between values and return the program that ends with `logits`."""
         self._values[logits.value].last_use = len(self._instructions)
@@ -356,6 +383,7 @@ class Recorder:
                 widest = max(widest, self._values[fields[at.OUT]].stride)
                 self._values[fields[at.OUT]].last_use = -1
                 fields[at.OUT] = -1
+        self._gate_at_once()
         self._link_products()
         buffers = assign_buffers(self._values)
         operations = np.array([i.fields for i in self._instructions], np.int64)
@@ -367,7 +395,7 @@ class Recorder:
             buffer_row_bytes=tuple(buffers.row_bytes),
             logits_buffer=buffers.of_value[logits.value],
             logits_stride=self._values[logits.value].stride,
-            scratch_row=widest,
+            scratch_row=max(widest, GATED_BYTES),
             attention=self._attention,
             num_barriers=int((operations[:, at.BARRIER] != 0).sum()),
             plans=tuple(self._plans.values()),

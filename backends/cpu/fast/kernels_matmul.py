@@ -1,0 +1,132 @@
+"""How threads share a product with a held weight, column by column, and what is done with a column at once.
+
+Most products write f32 where they are told. Behind the product of a gate and what it lets through, the
+activation follows at once, where the numbers still are in the first-level cache: a thread takes the columns
+of 32 inputs of the next product, of both halves, gates them and writes their codes. 256 bytes of a row that
+other threads would read become 64.
+"""
+
+from __future__ import annotations
+
+from headrace.backends.cpu.fast import layout as at
+from headrace.backends.cpu.fast.compiled import fast_kernel, inlined_kernel
+from headrace.backends.cpu.fast.intrinsics import LANES
+from headrace.backends.cpu.fast.intrinsics_threads import atomic_add
+from headrace.backends.cpu.fast.kernels_attend_rows import fetch_run
+from headrace.backends.cpu.fast.kernels_coding import BRAIN, CODES, GROUP, ROWS_TOGETHER, coded_row
+from headrace.backends.cpu.fast.kernels_product import PREFETCH_TILES, product
+from headrace.backends.cpu.fast.kernels_quantize import GATED_ROW, quantize_rows
+from headrace.backends.cpu.fast.kernels_rowwise import gelu_row, observe_row, silu_row
+from headrace.backends.cpu.fast.kernels_tiles import PLAIN, TILE_BYTES
+
+CHUNKS_PER_THREAD = 8
+MAX_COLUMNS_PER_CHUNK = 8
+COLUMN_BYTES = 4 * LANES
+"""Of a row's results."""
+GATED_COLUMNS = 2 * GROUP // LANES
+"""That are taken together: of the gate, then of what it lets through."""
+GATED_ROWS = 256
+"""That wait for their gate at once; their columns' weights are still near when the next ones come."""
+GATED_BYTES = GATED_ROWS * GATED_ROW
+
+
+@fast_kernel
+def chunk_of(total, threads, most):  # type: ignore[no-untyped-def]
+    """How many pieces of `total` a thread takes at once."""
+    if threads == 1:
+        return max(1, total)
+    return min(most, max(1, total // (threads * CHUNKS_PER_THREAD)))
+
+
+@fast_kernel
+def columns_together(op):  # type: ignore[no-untyped-def]
+    return GATED_COLUMNS if op[at.GATE] != 0 else 1
+
+
+@fast_kernel
+def units_per_chunk(op, threads):  # type: ignore[no-untyped-def]
+    """How many columns, or columns together, a thread takes at once."""
+    together = columns_together(op)
+    return chunk_of(op[at.COUNT] // together, threads, MAX_COLUMNS_PER_CHUNK // together)
+
+
+@fast_kernel
+def column_of(op, unit, part):  # type: ignore[no-untyped-def]
+    """Which column is number `part` of a unit."""
+    if op[at.GATE] == 0:
+        return unit
+    half = GATED_COLUMNS // 2
+    later = op[at.COUNT] // 2 if part >= half else 0
+    return half * unit + part % half + later
+
+
+@fast_kernel
+def fetch_first_tiles(op, threads, tid):  # type: ignore[no-untyped-def]
+    """Ask for what thread `tid` reads first in a product, while there is nothing else to do."""
+    tile_bytes = TILE_BYTES[op[at.FORM]]
+    column_bytes = op[at.SIZE] * tile_bytes
+    first = column_of(op, tid % threads * units_per_chunk(op, threads), 0)
+    if first < op[at.COUNT]:
+        size = min(column_bytes, PREFETCH_TILES * tile_bytes)
+        fetch_run(op[at.POINTER] + first * column_bytes, size)
+
+
+@fast_kernel
+def gate_rows(op, unit, first, rows, numbers, quantized, observes):  # type: ignore[no-untyped-def]
+    """Gate 32 columns of `rows` rows from `first` on, whose numbers are GATED_ROW apart, and code them."""
+    for row in range(rows):
+        gate = numbers + row * GATED_ROW
+        if op[at.GATE] == at.SILU:
+            silu_row(gate, gate + GATED_ROW // 2, gate, GROUP)
+        else:
+            gelu_row(gate, gate + GATED_ROW // 2, gate, GROUP)
+        if observes and op[at.CODING] == CODES:
+            observe_row(gate, GROUP, op[at.LOUDNESS] + unit * GROUP * 4)
+    groups, coding = op[at.COUNT] // GATED_COLUMNS, op[at.CODING]
+    for row in range(0, rows, ROWS_TOGETHER):
+        out = coded_row(quantized, first + row, op[at.QUANTIZED_STRIDE], coding)
+        count = min(rows - row, ROWS_TOGETHER)
+        quantize_rows(numbers + row * GATED_ROW, count, unit, groups, coding, op[at.GATE_PLAN], out)
+
+
+@inlined_kernel
+def run_linear(op, rows, threads, tid, counter, places, observes):  # type: ignore[no-untyped-def]
+    """Each thread's first columns are given, which `fetch_first_tiles` knows; then it takes what comes next.
+
+    It takes them early, so that the weights of the next columns can be asked for during the last ones.
+    """
+    x, out, quantized, scratch = places
+    form, groups, bias = op[at.FORM], op[at.SIZE], op[at.SECOND_POINTER]
+    coding = BRAIN if form == PLAIN else CODES
+    column_bytes = groups * TILE_BYTES[form]
+    together, is_gated = columns_together(op), op[at.GATE] != 0
+    units = op[at.COUNT] // together if rows > 0 else 0
+    chunk = units_per_chunk(op, threads)
+    at_once = GATED_ROWS if is_gated else rows
+    first = tid % threads * chunk
+    while first < units:
+        following = threads * chunk + atomic_add(counter, chunk)
+        end = min(units, first + chunk)
+        for unit in range(first, end):
+            after = following if unit + 1 == end else unit + 1
+            after = after if after < units else unit
+            for row in range(0, rows, at_once):
+                count = min(at_once, rows - row)
+                source = coded_row(x, row, op[at.IN_STRIDE], coding)
+                for part in range(together):
+                    column = column_of(op, unit, part)
+                    then = column_of(op, unit, part + 1)
+                    if part + 1 == together:
+                        then = column_of(op, after if row + count == rows else unit, 0)
+                    target = (
+                        scratch + part * COLUMN_BYTES if is_gated else out + column * COLUMN_BYTES
+                    )
+                    product(
+                        form, op[at.PLAN], op[at.POINTER] + column * column_bytes,
+                        op[at.POINTER] + then * column_bytes, groups, source, op[at.IN_STRIDE], target,
+                        GATED_ROW if is_gated else op[at.OUT_STRIDE],
+                        bias + column * COLUMN_BYTES if bias != 0 else 0, count,
+                    )  # fmt: skip
+                if is_gated:
+                    gate_rows(op, unit, row, count, scratch, quantized, observes)
+        first = following
