@@ -8,33 +8,27 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from fast_beside_oracle import BLOCKS, both, settings_for
+from fast_beside_oracle import (
+    RANDOM,
+    VOCAB,
+    both,
+    input_rows,
+    product_model,
+    random_blocks,
+    rows_batch,
+    settings_for,
+)
 from numpy.typing import NDArray
 
-from headrace.backends.batches import SequenceStep, forward_batch
 from headrace.backends.cpu.fast.packing import UnsupportedModel
 from headrace.backends.cpu.fast.runner import FastRunner
 from headrace.group import SingleRank
 from headrace.interfaces import LoadedModel
 from headrace.models.dequantize import to_float32
-from headrace.models.gguf_types import FORMAT_OF_SCHEME
 from headrace.testing.small_models import bf16_exact, plain_part, small_model
 from headrace.types import WeightPart
 
 Floats = NDArray[np.float32]
-VOCAB = 50
-RANDOM = np.random.default_rng(5)
-
-
-def rows_batch(num_rows: int, sample_rows: Sequence[int] | None = None) -> Any:
-    """One sequence of tokens 0, 1, ... whose every row (or `sample_rows`) is wanted."""
-    wanted = list(range(num_rows)) if sample_rows is None else list(sample_rows)
-    tokens = (np.arange(num_rows) % VOCAB).tolist()
-    return forward_batch([SequenceStep(tokens, 0, range(BLOCKS), wanted)], block_size=16)
-
-
-def input_rows(width: int, scale: float = 1.0) -> Floats:
-    return bf16_exact(RANDOM.standard_normal((VOCAB, width)) * scale)
 
 
 def rowwise_model(width: int, operation: Callable[..., Any], rows: Floats, out: int) -> LoadedModel:
@@ -106,37 +100,6 @@ def test_rows_may_be_taken_in_any_order_and_twice() -> None:
 # --- products -------------------------------------------------------------------
 
 
-def random_blocks(scheme: str, rows: int, columns: int, name: str = "weight") -> WeightPart:
-    """Random bytes are valid blocks, once the scales are numbers of a sensible size."""
-    block_format = FORMAT_OF_SCHEME[scheme]
-    count = rows * columns // block_format.block_size
-    blocks = RANDOM.integers(0, 256, (count, block_format.block_bytes), np.uint8)
-    places = {"q4_1": (0, 2), "q5_1": (0, 2), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,)}
-    for place in places.get(scheme, (0,)):
-        numbers = (RANDOM.standard_normal(count) * 0.02).astype(np.float16)
-        blocks[:, place : place + 2] = numbers.view(np.uint8).reshape(count, 2)
-    return WeightPart(name, scheme, (rows, columns), blocks.reshape(rows, -1))
-
-
-def product_model(
-    parts: Sequence[WeightPart], rows: Floats, bias: Floats | None = None
-) -> LoadedModel:
-    """embed -> linear -> take_rows."""
-    named = {"embedding": plain_part("embedding", rows)}
-    named |= {f"{index}": part for index, part in enumerate(parts)}
-
-    def load(ops: Any, parts: Mapping[str, WeightPart], _: Any) -> Any:
-        stacked = [part for name, part in parts.items() if name != "embedding"]
-        return ops.hold([parts["embedding"]]), ops.hold(stacked, bias)
-
-    def forward(ops: Any, weights: Any, step: Any) -> Any:
-        x = ops.take_rows(ops.embed(weights[0], step), step)
-        return ops.linear(x, weights[1])
-
-    width = sum(part.shape[0] for part in parts)
-    return small_model(named, load, forward, width=width)
-
-
 def expected_product(parts: Sequence[WeightPart], rows: Floats) -> NDArray[np.float64]:
     dense = np.concatenate(
         [to_float32(part.scheme, part.data, part.shape) for part in parts]
@@ -157,7 +120,7 @@ def test_products_of_blocks(scheme: str, outputs: int, num_rows: int, num_thread
     model = product_model([part], rows)
     found, _ = both(model, [rows_batch(num_rows)], settings_for(num_threads))
     expected = expected_product([part], rows[:num_rows])
-    np.testing.assert_allclose(found, expected, atol=5e-4 * np.abs(expected).max(), rtol=0)
+    np.testing.assert_allclose(found, expected, atol=1e-3 * np.abs(expected).max(), rtol=0)
 
 
 @pytest.mark.parametrize("scheme", BLOCK_SCHEMES)
@@ -214,7 +177,7 @@ def test_parts_of_different_schemes_are_stacked_and_share_a_bias() -> None:
     bias, rows = RANDOM.standard_normal(116).astype(np.float32), input_rows(256)
     found, _ = both(product_model(parts, rows, bias), [rows_batch(6)])
     expected = expected_product(parts, rows[:6]) + bias
-    np.testing.assert_allclose(found, expected, atol=5e-4 * np.abs(expected).max(), rtol=0)
+    np.testing.assert_allclose(found, expected, atol=1e-3 * np.abs(expected).max(), rtol=0)
 
 
 @pytest.mark.parametrize("scheme", ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k"])

@@ -20,6 +20,7 @@ from headrace.backends.cpu.fast.kernels_rowwise import gelu_row, observe_row, si
 from headrace.backends.cpu.fast.kernels_tiles import PLAIN, TILE_BYTES
 
 CHUNKS_PER_THREAD = 8
+ROWS_PER_SHARE, MAX_SHARES = 48, 8
 MAX_COLUMNS_PER_CHUNK = 8
 COLUMN_BYTES = 4 * LANES
 """Of a row's results."""
@@ -36,6 +37,18 @@ def chunk_of(total, threads, most):  # type: ignore[no-untyped-def]
     if threads == 1:
         return max(1, total)
     return min(most, max(1, total // (threads * CHUNKS_PER_THREAD)))
+
+
+@fast_kernel
+def num_shares(rows, threads):  # type: ignore[no-untyped-def]
+    """Into how many shares rows are cut, which stay with a thread from one operation to the next."""
+    return min(threads, MAX_SHARES) if rows >= threads * ROWS_PER_SHARE else 1
+
+
+@fast_kernel
+def share_begin(rows, shares, share):  # type: ignore[no-untyped-def]
+    """The first row of a share; the end of the one before."""
+    return rows if share == shares else rows // ROWS_TOGETHER * share // shares * ROWS_TOGETHER
 
 
 @fast_kernel
@@ -61,11 +74,12 @@ def column_of(op, unit, part):  # type: ignore[no-untyped-def]
 
 
 @fast_kernel
-def fetch_first_tiles(op, threads, tid):  # type: ignore[no-untyped-def]
+def fetch_first_tiles(op, rows, threads, tid):  # type: ignore[no-untyped-def]
     """Ask for what thread `tid` reads first in a product, while there is nothing else to do."""
     tile_bytes = TILE_BYTES[op[at.FORM]]
     column_bytes = op[at.SIZE] * tile_bytes
-    first = column_of(op, tid % threads * units_per_chunk(op, threads), 0)
+    turn = tid % threads if num_shares(rows, threads) == 1 else 0
+    first = column_of(op, turn * units_per_chunk(op, threads), 0)
     if first < op[at.COUNT]:
         size = min(column_bytes, PREFETCH_TILES * tile_bytes)
         fetch_run(op[at.POINTER] + first * column_bytes, size)
@@ -89,44 +103,57 @@ def gate_rows(op, unit, first, rows, numbers, quantized, observes):  # type: ign
         quantize_rows(numbers + row * GATED_ROW, count, unit, groups, coding, op[at.GATE_PLAN], out)
 
 
+@fast_kernel
+def run_unit(op, unit, after, begin, end, places, observes):  # type: ignore[no-untyped-def]
+    """Multiply rows `begin` .. `end - 1` with a unit's columns, and ask for those of unit `after` meanwhile."""
+    x, out, quantized, scratch = places
+    form, groups, bias = op[at.FORM], op[at.SIZE], op[at.SECOND_POINTER]
+    coding = BRAIN if form == PLAIN else CODES
+    column_bytes = groups * TILE_BYTES[form]
+    together, is_gated = columns_together(op), op[at.GATE] != 0
+    at_once = GATED_ROWS if is_gated else end - begin
+    for row in range(begin, end, at_once):
+        count = min(at_once, end - row)
+        source = coded_row(x, row, op[at.IN_STRIDE], coding)
+        for part in range(together):
+            column = column_of(op, unit, part)
+            then = column_of(op, unit, part + 1)
+            if part + 1 == together:
+                then = column_of(op, after if row + count == end else unit, 0)
+            target, stride = scratch + part * COLUMN_BYTES, GATED_ROW
+            if not is_gated:
+                stride = op[at.OUT_STRIDE]
+                target = out + column * COLUMN_BYTES + row * stride
+            product(
+                form, op[at.PLAN], op[at.POINTER] + column * column_bytes,
+                op[at.POINTER] + then * column_bytes, groups, source, op[at.IN_STRIDE], target, stride,
+                bias + column * COLUMN_BYTES if bias != 0 else 0, count,
+            )  # fmt: skip
+        if is_gated:
+            gate_rows(op, unit, row, count, scratch, quantized, observes)
+
+
 @inlined_kernel
 def run_linear(op, rows, threads, tid, counter, places, observes):  # type: ignore[no-untyped-def]
     """Each thread's first columns are given, which `fetch_first_tiles` knows; then it takes what comes next.
 
     It takes them early, so that the weights of the next columns can be asked for during the last ones.
     """
-    x, out, quantized, scratch = places
-    form, groups, bias = op[at.FORM], op[at.SIZE], op[at.SECOND_POINTER]
-    coding = BRAIN if form == PLAIN else CODES
-    column_bytes = groups * TILE_BYTES[form]
-    together, is_gated = columns_together(op), op[at.GATE] != 0
+    together = columns_together(op)
     units = op[at.COUNT] // together if rows > 0 else 0
     chunk = units_per_chunk(op, threads)
-    at_once = GATED_ROWS if is_gated else rows
-    first = tid % threads * chunk
-    while first < units:
-        following = threads * chunk + atomic_add(counter, chunk)
-        end = min(units, first + chunk)
-        for unit in range(first, end):
-            after = following if unit + 1 == end else unit + 1
-            after = after if after < units else unit
-            for row in range(0, rows, at_once):
-                count = min(at_once, rows - row)
-                source = coded_row(x, row, op[at.IN_STRIDE], coding)
-                for part in range(together):
-                    column = column_of(op, unit, part)
-                    then = column_of(op, unit, part + 1)
-                    if part + 1 == together:
-                        then = column_of(op, after if row + count == rows else unit, 0)
-                    target = (
-                        scratch + part * COLUMN_BYTES if is_gated else out + column * COLUMN_BYTES
-                    )
-                    product(
-                        form, op[at.PLAN], op[at.POINTER] + column * column_bytes,
-                        op[at.POINTER] + then * column_bytes, groups, source, op[at.IN_STRIDE], target,
-                        GATED_ROW if is_gated else op[at.OUT_STRIDE],
-                        bias + column * COLUMN_BYTES if bias != 0 else 0, count,
-                    )  # fmt: skip
-                if is_gated:
-                    gate_rows(op, unit, row, count, scratch, quantized, observes)
-        first = following
+    shares = num_shares(rows, threads)
+    given = threads * chunk if shares == 1 else 0
+    for number in range(shares):
+        share = (tid + number) % shares
+        begin, end = share_begin(rows, shares, share), share_begin(rows, shares, share + 1)
+        taken = counter + share * 8
+        first = tid % threads * chunk if shares == 1 else atomic_add(taken, chunk)
+        while first < units:
+            following = given + atomic_add(taken, chunk)
+            last = min(units, first + chunk) - 1
+            for unit in range(first, last + 1):
+                after = following if unit == last else unit + 1
+                after = after if after < units else unit
+                run_unit(op, unit, after, begin, end, places, observes)
+            first = following

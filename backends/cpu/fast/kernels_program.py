@@ -32,7 +32,13 @@ from headrace.backends.cpu.fast.kernels_attend import (
 from headrace.backends.cpu.fast.kernels_attend_pairs import write_pairs
 from headrace.backends.cpu.fast.kernels_attend_rows import PAIRS, fetch_run
 from headrace.backends.cpu.fast.kernels_coding import CODES, GROUP, coded_row
-from headrace.backends.cpu.fast.kernels_matmul import chunk_of, fetch_first_tiles, run_linear
+from headrace.backends.cpu.fast.kernels_matmul import (
+    chunk_of,
+    fetch_first_tiles,
+    num_shares,
+    run_linear,
+    share_begin,
+)
 from headrace.backends.cpu.fast.kernels_quantize import quantize_row
 from headrace.backends.cpu.fast.kernels_rowwise import (
     add_rows,
@@ -183,42 +189,50 @@ def run_row(op, parameters, row, x, aux, out, scratch):  # type: ignore[no-untyp
     return target
 
 
-@inlined_kernel
-def run_rows(op, parameters, rows, threads, counter, places, scratch):  # type: ignore[no-untyped-def]
+@fast_kernel
+def run_one(op, parameters, row, end, places, scratch):  # type: ignore[no-untyped-def]
     x, aux, out, quantized = places
-    observes = parameters[at.OBSERVES] != 0
+    source = x + row * op[at.IN_STRIDE]
+    target = out + row * op[at.OUT_STRIDE]
+    beside = aux + row * op[at.AUX_STRIDE]
+    if op[at.CODE] == at.ROPE:
+        fetch_blocks(op, parameters, row + 1, end)
+        run_rope_row(op, parameters, row, source, beside, target)
+        return
+    if op[at.CODE] == at.TAKE:
+        token = np.int64(ints(parameters[at.SAMPLE_ROWS], row + 1)[row])
+        source = x + token * op[at.IN_STRIDE]
+        if op[at.OUT] >= 0:
+            copy_scaled(source, np.float32(1.0), target, op[at.SIZE])
+        result = source
+    else:
+        result = run_row(op, parameters, row, source, beside, target, scratch)
+    if op[at.QUANTIZED] >= 0:
+        groups = op[at.SIZE] // GROUP
+        target = coded_row(quantized, row, op[at.QUANTIZED_STRIDE], op[at.CODING])
+        quantize_row(result, groups, op[at.CODING], op[at.PLAN], target)
+        if parameters[at.OBSERVES] != 0 and op[at.CODING] == CODES:
+            observe_row(result, op[at.SIZE], op[at.LOUDNESS])
+
+
+@inlined_kernel
+def run_rows(op, parameters, rows, threads, tid, counter, places, scratch):  # type: ignore[no-untyped-def]
     chunk = chunk_of(rows, threads, 16)
-    while True:
-        first = atomic_add(counter, chunk)
-        if first >= rows:
-            break
-        end = min(rows, first + chunk)
-        if op[at.CODE] == at.ROPE:
-            slots = slots_of(op, parameters)
-            first, end = next_block(slots, first), next_block(slots, end)
-            fetch_blocks(op, parameters, first, end)
-        for row in range(first, end):
-            source = x + row * op[at.IN_STRIDE]
-            target = out + row * op[at.OUT_STRIDE]
-            beside = aux + row * op[at.AUX_STRIDE]
+    shares = num_shares(rows, threads)
+    for number in range(shares):
+        share = (tid + number) % shares
+        begin, stop = share_begin(rows, shares, share), share_begin(rows, shares, share + 1)
+        while True:
+            first = begin + atomic_add(counter + share * 8, chunk)
+            if first >= stop:
+                break
+            end = min(stop, first + chunk)
             if op[at.CODE] == at.ROPE:
-                fetch_blocks(op, parameters, row + 1, end)
-                run_rope_row(op, parameters, row, source, beside, target)
-                continue
-            if op[at.CODE] == at.TAKE:
-                token = np.int64(ints(parameters[at.SAMPLE_ROWS], row + 1)[row])
-                source = x + token * op[at.IN_STRIDE]
-                if op[at.OUT] >= 0:
-                    copy_scaled(source, np.float32(1.0), target, op[at.SIZE])
-                result = source
-            else:
-                result = run_row(op, parameters, row, source, beside, target, scratch)
-            if op[at.QUANTIZED] >= 0:
-                groups = op[at.SIZE] // GROUP
-                target = coded_row(quantized, row, op[at.QUANTIZED_STRIDE], op[at.CODING])
-                quantize_row(result, groups, op[at.CODING], op[at.PLAN], target)
-                if observes and op[at.CODING] == CODES:
-                    observe_row(result, op[at.SIZE], op[at.LOUDNESS])
+                slots = slots_of(op, parameters)
+                first, end = next_block(slots, first), next_block(slots, end)
+                fetch_blocks(op, parameters, first, end)
+            for row in range(first, end):
+                run_one(op, parameters, row, end, places, scratch)
 
 
 @fast_kernel
@@ -291,10 +305,12 @@ def run_program(tid, parameters_at, control, joins):  # type: ignore[no-untyped-
         else:
             quantized = place_of(buffers, op[at.QUANTIZED], 0)
             places = (x, aux, out, quantized)
-            run_rows(op, parameters, rows, threads, counter, places, scratch)
+            run_rows(op, parameters, rows, threads, tid, counter, places, scratch)
         if op[at.NEXT] > 0:
-            following = parameters[at.PROGRAM] + op[at.NEXT] * at.NUM_FIELDS * 8
-            fetch_first_tiles(longs(following, at.NUM_FIELDS), threads, tid)
+            following = longs(
+                parameters[at.PROGRAM] + op[at.NEXT] * at.NUM_FIELDS * 8, at.NUM_FIELDS
+            )
+            fetch_first_tiles(following, rows, threads, tid)
         finished = own_nanoseconds() if profile != 0 else 0
         if op[at.BARRIER] != 0 and threads > 1:
             target += threads

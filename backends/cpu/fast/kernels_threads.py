@@ -51,8 +51,7 @@ def post(control, parameters_at):  # type: ignore[no-untyped-def]
     command = control + at.COMMAND * CONTROL_WORD
     parameters = longs(parameters_at, at.NUM_PARAMETERS)
     counters = longs(parameters[at.COUNTERS], parameters[at.NUM_OPERATIONS] * at.LINE_WORDS)
-    for index in range(0, len(counters), at.LINE_WORDS):
-        counters[index] = 0
+    counters[:] = 0
     number = atomic_load(command)
     parameters[at.STEP_NUMBER] = number
     longs(control + at.QUEUE * CONTROL_WORD, 2)[number % 2] = parameters_at
