@@ -160,7 +160,7 @@ def test_nobody_joins_where_the_other_core_is_taken(make: Make) -> None:
 
 def test_more_workers_than_one_are_not_joined(make: Make) -> None:
     two, three = make(2), make(3)
-    assert two.runs_beside(16, 5000) and not two.runs_beside(17, 17)
+    assert two.runs_beside(64, 5000) and not two.runs_beside(65, 65)
     assert three.runs_beside(4, 100) and not three.runs_beside(5, 100)
     handle = three.execute_beside(step(three, [[1], [2]], [5, 3], {}))
     handle.result()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from statistics import median
 
-MAX_SHARED_TOKENS = 16
+MAX_SHARED_TOKENS = 64
 """Larger steps gain little, and who comes new waits for the one that was launched ahead."""
 MAX_TOKENS = 4
 """Larger steps keep all threads: they wait for the vector units."""
