@@ -26,7 +26,7 @@ class Draw:
         num_rows = len(sampling.temperature)
         self._most = int(sampling.num_logprobs.max(initial=-1))
         self.token_ids = np.zeros(num_rows, np.int32)
-        self._failed = np.zeros(num_rows, np.bool_)
+        self.failed = np.zeros(num_rows, np.bool_)
         self._logprobs = np.zeros(num_rows, np.float32)
         self._top_token_ids = np.full((num_rows, max(0, self._most)), -1, np.int32)
         self._top_logprobs = np.zeros((num_rows, max(0, self._most)), np.float32)
@@ -36,7 +36,7 @@ class Draw:
             _plain(sampling.history_ids, np.int32), _plain(sampling.history_counts, np.int32),
             _plain(sampling.bias_ids, np.int32), _plain(sampling.bias_values, np.float32),
             *_masks(masks, num_rows),
-            self.token_ids, self._failed, self._logprobs, self._top_token_ids, self._top_logprobs,
+            self.token_ids, self.failed, self._logprobs, self._top_token_ids, self._top_logprobs,
         )  # fmt: skip
 
     def native(self) -> NDArray[np.int64]:
@@ -52,9 +52,9 @@ class Draw:
     def result(self) -> StepResult:
         """Return what was drawn. Call after every share has run."""
         if self._most < 0:
-            return StepResult(self.token_ids, None, None, None, self._failed)
+            return StepResult(self.token_ids, None, None, None, self.failed)
         return StepResult(
-            self.token_ids, self._logprobs, self._top_token_ids, self._top_logprobs, self._failed
+            self.token_ids, self._logprobs, self._top_token_ids, self._top_logprobs, self.failed
         )
 
 

@@ -130,6 +130,23 @@ def test_a_gate_whose_halves_are_held_in_two_forms_has_its_own_operation() -> No
     assert "silu" in names
 
 
+def test_a_gate_that_nobody_reads_harms_nobody() -> None:
+    parts = {"embedding": plain_part("embedding", input_rows(WIDTH))}
+    parts |= {"gate": blocks("q4_1", 2 * INNER, WIDTH), "w": blocks("q4_1", OUTPUTS, WIDTH)}
+
+    def load(ops: Any, parts: Mapping[str, WeightPart], _: Any) -> Any:
+        return [ops.hold([parts[name]]) for name in ("embedding", "gate", "w")]
+
+    def forward(ops: Any, weights: Any, step: Any) -> Any:
+        x = ops.embed(weights[0], step)
+        ops.silu_mul(ops.linear(x, weights[1]))
+        return ops.take_rows(ops.linear(x, weights[2]), step)
+
+    model = small_model(parts, load, forward, width=OUTPUTS)
+    found, expected = both(model, [rows_batch(20)])
+    np.testing.assert_allclose(found, expected, atol=1e-3 * np.abs(expected).max(), rtol=0)
+
+
 GROUPS, ROWS = 19, 8
 
 

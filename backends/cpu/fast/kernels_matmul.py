@@ -8,14 +8,24 @@ other threads would read become 64.
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+
 from headrace.backends.cpu.fast import layout as at
 from headrace.backends.cpu.fast.compiled import fast_kernel, inlined_kernel
-from headrace.backends.cpu.fast.intrinsics import LANES
+from headrace.backends.cpu.fast.intrinsics import FLOATS, I32, INTS, LANES, routine
 from headrace.backends.cpu.fast.intrinsics_threads import atomic_add
 from headrace.backends.cpu.fast.kernels_attend_rows import fetch_run
 from headrace.backends.cpu.fast.kernels_coding import BRAIN, CODES, GROUP, ROWS_TOGETHER, coded_row
 from headrace.backends.cpu.fast.kernels_product import PREFETCH_TILES, product
-from headrace.backends.cpu.fast.kernels_quantize import GATED_ROW, quantize_rows
+from headrace.backends.cpu.fast.kernels_quantize import (
+    GATED_ROW,
+    larger_float,
+    largest_of_eight,
+    quantize_rows,
+)
 from headrace.backends.cpu.fast.kernels_rowwise import gelu_row, observe_row, silu_row
 from headrace.backends.cpu.fast.kernels_tiles import PLAIN, TILE_BYTES
 
@@ -29,6 +39,8 @@ GATED_COLUMNS = 2 * GROUP // LANES
 GATED_ROWS = 256
 """That wait for their gate at once; their columns' weights are still near when the next ones come."""
 GATED_BYTES = GATED_ROWS * GATED_ROW
+TOPS_BYTES = 4 * ROWS_TOGETHER
+"""Of the largest results of a column, of ROWS_TOGETHER rows."""
 
 
 @fast_kernel
@@ -52,8 +64,13 @@ def share_begin(rows, shares, share):  # type: ignore[no-untyped-def]
 
 
 @fast_kernel
+def is_gated(op):  # type: ignore[no-untyped-def]
+    return op[at.GATE] == at.SILU or op[at.GATE] == at.GELU
+
+
+@fast_kernel
 def columns_together(op):  # type: ignore[no-untyped-def]
-    return GATED_COLUMNS if op[at.GATE] != 0 else 1
+    return GATED_COLUMNS if is_gated(op) else 1
 
 
 @fast_kernel
@@ -66,7 +83,7 @@ def units_per_chunk(op, threads):  # type: ignore[no-untyped-def]
 @fast_kernel
 def column_of(op, unit, part):  # type: ignore[no-untyped-def]
     """Which column is number `part` of a unit."""
-    if op[at.GATE] == 0:
+    if not is_gated(op):
         return unit
     half = GATED_COLUMNS // 2
     later = op[at.COUNT] // 2 if part >= half else 0
@@ -103,15 +120,38 @@ def gate_rows(op, unit, first, rows, numbers, quantized, observes):  # type: ign
         quantize_rows(numbers + row * GATED_ROW, count, unit, groups, coding, op[at.GATE_PLAN], out)
 
 
+@routine()
+def keep_tops(e: Any, numbers: Any, rows: Any, valid: Any, out: Any, stride: Any) -> None:
+    """The largest of the first `valid` of each row's 16 results, of ROWS_TOGETHER rows side by side.
+
+    numbers: COLUMN_BYTES a row. What is told of rows behind `rows` means nothing. stride: from 8 rows to the
+    next.
+    """
+    lanes = ir.Constant(INTS, list(range(LANES)))
+    is_valid = e.builder.icmp_signed("<", lanes, e.broadcast(e.builder.trunc(valid, I32)))
+    blocks = e.builder.sdiv(e.add(rows, ROWS_TOGETHER - 1), e.integer(ROWS_TOGETHER))
+    with e.loop(blocks) as loop:
+        block = e.add(numbers, e.times(loop.index, ROWS_TOGETHER * COLUMN_BYTES))
+        values = [e.load(block, FLOATS, COLUMN_BYTES * row) for row in range(ROWS_TOGETHER)]
+        values = [e.builder.select(is_valid, value, e.fill(-np.inf)) for value in values]
+        most = largest_of_eight(e, values, larger_float)
+        e.store(most, e.add(out, e.builder.mul(loop.index, stride)))
+
+
 @fast_kernel
 def run_unit(op, unit, after, begin, end, places, observes):  # type: ignore[no-untyped-def]
-    """Multiply rows `begin` .. `end - 1` with a unit's columns, and ask for those of unit `after` meanwhile."""
-    x, out, quantized, scratch = places
-    form, groups, bias = op[at.FORM], op[at.SIZE], op[at.SECOND_POINTER]
+    """Multiply rows `begin` .. `end - 1` with a unit's columns, and ask for those of unit `after` meanwhile.
+
+    places: of what is read, of what is written, of codes, scratch, and of tops; the last 0: there are logits.
+    """
+    x, out, quantized, scratch, tops = places
+    form, groups, bias, plan = op[at.FORM], op[at.SIZE], op[at.SECOND_POINTER], op[at.PLAN]
     coding = BRAIN if form == PLAIN else CODES
     column_bytes = groups * TILE_BYTES[form]
-    together, is_gated = columns_together(op), op[at.GATE] != 0
-    at_once = GATED_ROWS if is_gated else end - begin
+    together, gates = columns_together(op), is_gated(op)
+    at_once = GATED_ROWS if gates else end - begin
+    if tops != 0:
+        x, plan, at_once = quantized, op[at.GATE_PLAN], GATED_BYTES // COLUMN_BYTES
     for row in range(begin, end, at_once):
         count = min(at_once, end - row)
         source = coded_row(x, row, op[at.IN_STRIDE], coding)
@@ -120,17 +160,21 @@ def run_unit(op, unit, after, begin, end, places, observes):  # type: ignore[no-
             then = column_of(op, unit, part + 1)
             if part + 1 == together:
                 then = column_of(op, after if row + count == end else unit, 0)
-            target, stride = scratch + part * COLUMN_BYTES, GATED_ROW
-            if not is_gated:
+            target, stride = scratch + part * COLUMN_BYTES, GATED_ROW if gates else COLUMN_BYTES
+            if not gates and tops == 0:
                 stride = op[at.OUT_STRIDE]
                 target = out + column * COLUMN_BYTES + row * stride
             product(
-                form, op[at.PLAN], op[at.POINTER] + column * column_bytes,
+                form, plan, op[at.POINTER] + column * column_bytes,
                 op[at.POINTER] + then * column_bytes, groups, source, op[at.IN_STRIDE], target, stride,
                 bias + column * COLUMN_BYTES if bias != 0 else 0, count,
             )  # fmt: skip
-        if is_gated:
+        if gates:
             gate_rows(op, unit, row, count, scratch, quantized, observes)
+        if tops != 0:
+            place = tops + row * op[at.AUX_STRIDE] + unit * TOPS_BYTES
+            valid = op[at.SECOND_NUMBER] - unit * LANES
+            keep_tops(scratch, count, valid, place, ROWS_TOGETHER * op[at.AUX_STRIDE])
 
 
 @inlined_kernel

@@ -31,7 +31,7 @@ from headrace.backends.cpu.fast.kernels_attend import (
 )
 from headrace.backends.cpu.fast.kernels_attend_pairs import write_pairs
 from headrace.backends.cpu.fast.kernels_attend_rows import PAIRS, fetch_run
-from headrace.backends.cpu.fast.kernels_coding import CODES, GROUP, coded_row
+from headrace.backends.cpu.fast.kernels_coding import CODES, GROUP, ROWS_TOGETHER, coded_row
 from headrace.backends.cpu.fast.kernels_matmul import (
     chunk_of,
     fetch_first_tiles,
@@ -39,9 +39,11 @@ from headrace.backends.cpu.fast.kernels_matmul import (
     run_linear,
     share_begin,
 )
+from headrace.backends.cpu.fast.kernels_pick import pick_rows, rough_row
 from headrace.backends.cpu.fast.kernels_quantize import quantize_row
 from headrace.backends.cpu.fast.kernels_rowwise import (
     add_rows,
+    bytes_of,
     cap_row,
     copy_scaled,
     embed_row,
@@ -236,6 +238,27 @@ def run_rows(op, parameters, rows, threads, tid, counter, places, scratch):  # t
 
 
 @fast_kernel
+def run_picked(op, parameters, index, rows, counter, places):  # type: ignore[no-untyped-def]
+    """ROUGH, before the product that gives logits, or PICK, behind it: see kernels_pick."""
+    x, aux, out, scratch = places
+    while True:
+        block = atomic_add(counter, 1)
+        if block * ROWS_TOGETHER >= rows:
+            break
+        if op[at.CODE] == at.PICK:
+            head_at = parameters[at.PROGRAM] + (index - 1) * at.NUM_FIELDS * 8
+            picked = ints(parameters[at.PICKED], rows), bytes_of(parameters[at.PICKED_FAILED], rows)
+            head = longs(head_at, at.NUM_FIELDS)
+            pick_rows(op, head, block, rows, (x, aux, out, scratch), picked)
+            continue
+        for row in range(block * ROWS_TOGETHER, min(rows, (block + 1) * ROWS_TOGETHER)):
+            source = coded_row(x, row, op[at.IN_STRIDE], CODES)
+            rough_row(
+                op[at.SIZE], op[at.PLAN], source, coded_row(out, row, op[at.OUT_STRIDE], CODES)
+            )
+
+
+@fast_kernel
 def place_of(buffers, number, offset):  # type: ignore[no-untyped-def]
     return buffers[number] + offset if number >= 0 else 0
 
@@ -298,10 +321,14 @@ def run_program(tid, parameters_at, control, joins):  # type: ignore[no-untyped-
         out = place_of(buffers, op[at.OUT], op[at.OUT_OFFSET])
         if op[at.CODE] == at.LINEAR:
             quantized = place_of(buffers, op[at.QUANTIZED], 0)
-            places = (x, out, quantized, scratch)
-            run_linear(op, rows, threads, tid, counter, places, parameters[at.OBSERVES] != 0)
+            is_picked = op[at.GATE] == at.PICK and parameters[at.PICKED] != 0
+            found = (x, out, quantized, scratch, aux if is_picked else np.int64(0))
+            run_linear(op, rows, threads, tid, counter, found, parameters[at.OBSERVES] != 0)
         elif op[at.CODE] == at.ATTEND:
             run_attention(op, parameters, threads, counter, x, out, scratch)
+        elif op[at.CODE] == at.ROUGH or op[at.CODE] == at.PICK:
+            if parameters[at.PICKED] != 0:
+                run_picked(op, parameters, index, rows, counter, (x, aux, out, scratch))
         else:
             quantized = place_of(buffers, op[at.QUANTIZED], 0)
             places = (x, aux, out, quantized)

@@ -244,7 +244,7 @@ def _write_groups(e: Any, at: dict[str, Any], steps: _Steps) -> None:
     for group in groups:
         pair = [e.magnitude_bits(value) for value in _numbers(e, at, steps, group)]
         bits.append(_larger(e, *pair))
-    most = builder.bitcast(_largest(e, bits), _FLOATS8)
+    most = builder.bitcast(largest_of_eight(e, bits), _FLOATS8)
     is_less = builder.fcmp_ordered("<", most, e.fill(_LEAST, _FLOATS8))
     most = builder.select(is_less, e.fill(_LEAST, _FLOATS8), most)
     inverse = builder.fdiv(e.fill(_HIGHEST_NARROW, _FLOATS8), most)
@@ -266,6 +266,11 @@ def _larger(e: Any, x: Any, y: Any) -> Any:
     return e.builder.select(e.builder.icmp_signed("<", x, y), y, x)
 
 
+def larger_float(e: Any, x: Any, y: Any) -> Any:
+    """The larger of f32; y where one is NaN."""
+    return e.builder.select(e.builder.fcmp_ordered(">", x, y), x, y)
+
+
 def _by_four(e: Any, vectors: Sequence[Any], combine: Callable[[Any, Any, Any], Any]) -> Any:
     """Combine the lanes of every 128 bits: lane 4 * b + v of the result is of lanes 4 * b .. 4 * b + 3 of v."""
 
@@ -282,12 +287,14 @@ def _by_four(e: Any, vectors: Sequence[Any], combine: Callable[[Any, Any, Any], 
     return halves(halves(a, b, even, odd), halves(c, d, even, odd), first, last)
 
 
-def _largest(e: Any, bits: Sequence[Any]) -> Any:
-    """The largest lane of each of 8 vectors, i32 [8]."""
-    low, high = (_by_four(e, bits[first : first + 4], _larger) for first in (0, 4))
+def largest_of_eight(
+    e: Any, vectors: Sequence[Any], larger: Callable[[Any, Any, Any], Any] = _larger
+) -> Any:
+    """The largest lane of each of 8 vectors of 16, side by side."""
+    low, high = (_by_four(e, vectors[first : first + 4], larger) for first in (0, 4))
     half = LANES // 2
-    pair = _larger(e, *(e.pick(low, high, _lanes(f, f + LANES, half)) for f in (0, half)))
-    return _larger(e, *(e.pick(pair, pair, _lanes(f, f + half, 4)) for f in (0, 4)))
+    pair = larger(e, *(e.pick(low, high, _lanes(f, f + LANES, half)) for f in (0, half)))
+    return larger(e, *(e.pick(pair, pair, _lanes(f, f + half, 4)) for f in (0, 4)))
 
 
 def _sums(e: Any, totals: Sequence[Any]) -> tuple[Any, Any]:

@@ -44,14 +44,18 @@ from __future__ import annotations
     JOIN,
     JOINED_AT,
     JOINED_BASE,
-) = range(37)
+    PICKED,
+    PICKED_FAILED,
+) = range(39)
 NUM_PARAMETERS = 64
 """STEP_NUMBER: which command this step is, -1 while it is described. NUM_THREADS threads from FIRST_THREAD on
 compute it. SOURCES i32 [T]: the row of DRAWN that a token comes from, or -1. DRAW: the function that the first
 of its threads calls with 0, 1 and DRAW_ARGUMENTS once the logits are there, or each of two with 0 or 1, 2 and
 those where one has joined; 0: the caller draws. OBSERVES: not 0 where one thread computes and the largest
 inputs of products are noted at LOUDNESS. JOIN: 0; 1 once thread 0 wants to take part in a step that a worker
-computes alone; 2 when it may, from operation JOINED_AT on, with barriers that count from JOINED_BASE."""
+computes alone; 2 when it may, from operation JOINED_AT on, with barriers that count from JOINED_BASE. PICKED
+i32 and PICKED_FAILED bool [R]: where best tokens go, and which rows have none, if nothing else is wanted; then
+there are no logits; 0: there are."""
 
 # --- a layer's row in the pool's table: see kv_pool -------------------------------
 LAYER_FIELDS = 3
@@ -119,13 +123,17 @@ NUM_FIELDS = 30
 """IN, AUX, OUT and QUANTIZED are buffer numbers, -1: none. NUMBER holds the bits of an f32.
 CODING is that of QUANTIZED. PLAN: how its groups, or of what a product reads, are coded (see coding_plan).
 NEXT: the product after this one, or after this attention; 0: none. GATE: SILU or GELU behind a product at once,
-whose codes are made as GATE_PLAN says; 0: none."""
+whose codes are made as GATE_PLAN says; PICK: where PICKED, the product is of rough codes, QUANTIZED, which
+GATE_PLAN says, and the largest of each tile goes to AUX (see kernels_pick); 0: none."""
 
 TOKENS, SAMPLES = 0, 1
 """DOMAIN: how many rows an operation has."""
 
-EMBED, NORM, SILU, GELU, LINEAR, QUANTIZE, ROPE, ATTEND, TAKE, ADD, SOFT_CAP = range(11)
+(
+    EMBED, NORM, SILU, GELU, LINEAR, QUANTIZE, ROPE, ATTEND, TAKE, ADD, SOFT_CAP, ROUGH, PICK,
+) = range(13)  # fmt: skip
 """CODE."""
 CODE_NAMES = (
     "embed", "norm", "silu", "gelu", "linear", "quantize", "rope", "attention", "take", "add", "soft_cap",
+    "rough", "pick",
 )  # fmt: skip

@@ -17,6 +17,12 @@ from headrace.backends.cpu.fast import layout as at
 from headrace.backends.cpu.fast.arena import Arena, address
 from headrace.backends.cpu.fast.buffers import Value, assign_buffers
 from headrace.backends.cpu.fast.coding_plan import CodingPlan
+from headrace.backends.cpu.fast.fusing import (
+    Instruction,
+    gate_at_once,
+    link_products,
+    pick_at_the_end,
+)
 from headrace.backends.cpu.fast.intrinsics import LANES
 from headrace.backends.cpu.fast.kernels_coding import BRAIN, CODES, GROUP, row_bytes
 from headrace.backends.cpu.fast.kernels_matmul import GATED_BYTES
@@ -60,13 +66,6 @@ class HeldRope:
 
 
 @dataclass(frozen=True, slots=True)
-class Instruction:
-    """An operation; `fields` is mutable: IN, AUX, OUT and QUANTIZED are values until the end."""
-
-    fields: list[int]
-
-
-@dataclass(frozen=True, slots=True)
 class AttentionShape:
     """What the attention of a KV group's layers has in common."""
 
@@ -93,6 +92,8 @@ class Program:
     """By KV group."""
     num_barriers: int
     plans: tuple[CodingPlan, ...]
+    head: int
+    """The product that gives the logits where best tokens are found without (see kernels_pick); else 0."""
     keep: tuple[Any, ...]
 
 
@@ -278,10 +279,8 @@ class Recorder:
         self, code: int, operands: Mapping[int, Activation], numbers: Mapping[int, int]
     ) -> None:
         """Append an operation. Its rows are those of what it gives, or else of what it takes."""
-        fields = [0] * at.NUM_FIELDS
-        fields[at.CODE], fields[at.BARRIER] = code, 1
-        for place in (at.IN, at.AUX, at.OUT, at.QUANTIZED):
-            fields[place] = -1
+        instruction = Instruction.empty(code)
+        fields = instruction.fields
         for place, operand in operands.items():
             value = self._values[operand.value]
             fields[place : place + 3] = operand.value, 4 * operand.column, value.stride
@@ -298,7 +297,7 @@ class Recorder:
             self._values[index].is_changed = True
         for known in [known for known in self._quantized if known[0].value in changed]:
             del self._quantized[known]
-        self._instructions.append(Instruction(fields))
+        self._instructions.append(instruction)
 
     def _as_codes(self, x: Activation, coding: int) -> Activation:
         """Return x as codes: by the operation that makes it where that can, or by one of its own."""
@@ -336,42 +335,6 @@ class Recorder:
 
     # --- the program ------------------------------------------------------------
 
-    def _link_products(self) -> None:
-        """Tell what computes long which product follows, whose weights it can ask for at its end."""
-        before = None
-        for index, instruction in enumerate(self._instructions):
-            code = instruction.fields[at.CODE]
-            if code == at.LINEAR and before is not None:
-                before.fields[at.NEXT] = index
-            if code in (at.LINEAR, at.ATTEND):
-                before = instruction
-
-    def _gate_at_once(self) -> None:
-        """Put a gate whose result only products read into the product before it, where that is one."""
-        kept: list[Instruction] = []
-        for index, instruction in enumerate(self._instructions):
-            gate, before = instruction.fields, kept[-1].fields if kept else []
-            is_gate = gate[at.CODE] in (at.SILU, at.GELU) and gate[at.OUT] < 0
-            is_whole = is_gate and self._is_all_of(before, gate)
-            if not (is_whole and self._values[gate[at.IN]].last_use == index):
-                kept.append(instruction)
-                continue
-            before[at.GATE], before[at.GATE_PLAN] = gate[at.CODE], gate[at.PLAN]
-            for place in (at.QUANTIZED, at.QUANTIZED_STRIDE, at.CODING, at.LOUDNESS):
-                before[place] = gate[place]
-            self._values[gate[at.QUANTIZED]].first_use = index - 1
-            self._values[before[at.OUT]].last_use = before[at.OUT] = -1
-        self._instructions = kept
-
-    def _is_all_of(self, product: list[int], gate: list[int]) -> bool:
-        """Whether the operation before a gate is a product that gives all that it reads, in whole groups."""
-        width = self._values[gate[at.IN]].width
-        return (
-            (product[at.CODE], product[at.OUT]) == (at.LINEAR, gate[at.IN])
-            and product[at.COUNT] * LANES == width == 2 * gate[at.SIZE]
-            and gate[at.SIZE] % GROUP == 0
-        )
-
     def finish(self, logits: Activation) -> Program:
         """Share buffers between values and return the program that ends with `logits`."""
         self._values[logits.value].last_use = len(self._instructions)
@@ -383,10 +346,13 @@ class Recorder:
                 widest = max(widest, self._values[fields[at.OUT]].stride)
                 self._values[fields[at.OUT]].last_use = -1
                 fields[at.OUT] = -1
-        self._gate_at_once()
-        self._link_products()
+        instructions = gate_at_once(self._instructions, self._values)
+        instructions, head, kept = pick_at_the_end(
+            instructions, self._values, logits.value, self._plans
+        )
+        link_products(instructions)
         buffers = assign_buffers(self._values)
-        operations = np.array([i.fields for i in self._instructions], np.int64)
+        operations = np.array([i.fields for i in instructions], np.int64)
         for place in (at.IN, at.AUX, at.OUT, at.QUANTIZED):
             operations[:, place] = [buffers.of_value.get(v, -1) for v in operations[:, place]]
         return Program(
@@ -399,7 +365,8 @@ class Recorder:
             attention=self._attention,
             num_barriers=int((operations[:, at.BARRIER] != 0).sum()),
             plans=tuple(self._plans.values()),
-            keep=tuple(self._keep),
+            head=head,
+            keep=(*self._keep, *kept),
         )
 
 

@@ -12,12 +12,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from headrace.backends.cpu.draw import Draw
 from headrace.backends.cpu.fast import layout as at
 from headrace.backends.cpu.fast.arena import address
 from headrace.backends.cpu.fast.beside import MAX_SHARED_TOKENS, BesideTrial
 from headrace.backends.cpu.fast.coding_plan import trial_batch
 from headrace.backends.cpu.fast.first_start import FirstStart
+from headrace.backends.cpu.fast.handles import (
+    BesideHandle,
+    FastStepHandle,
+    Picked,
+    wants_best_alone,
+)
 from headrace.backends.cpu.fast.intrinsics import LANES
 from headrace.backends.cpu.fast.kernels_coding import GROUP
 from headrace.backends.cpu.fast.kv_pool import FORMS, PIECE_BYTES, FastKVPool, bytes_per_block
@@ -36,9 +41,6 @@ from headrace.types import (
     ForwardBatch,
     KVGroupSpec,
     MemoryReport,
-    SamplingBatch,
-    StepResult,
-    TokenMasks,
     WeightPart,
 )
 
@@ -59,54 +61,6 @@ def reason_against(settings: EngineSettings, group: Group) -> str:
     if group.size > 1:
         return f"{group.size} ranks share the model"
     return ""
-
-
-class FastStepHandle:
-    """A step whose forward has run. Implements headrace.interfaces.StepHandle."""
-
-    def __init__(
-        self,
-        sampler: FastSampler,
-        logits: tuple[int, int, int],
-        sampling: SamplingBatch,
-        num_threads: int,
-        note: Callable[[], None],
-    ) -> None:
-        self._note = note
-        self._sampler = sampler
-        self._num_threads = num_threads
-        self._logits = logits
-        self._sampling = sampling
-        self._result: StepResult | None = None
-
-    def sample(self, masks: TokenMasks | None = None) -> None:
-        assert self._result is None, "sample is called once per step"
-        self._result = self._sampler.sample(self._logits, self._sampling, masks, self._num_threads)
-        self._note()
-
-    def result(self) -> StepResult:
-        assert self._result is not None, "sample comes before result"
-        return self._result
-
-
-class BesideHandle:
-    """A step that the workers compute and draw. Implements headrace.interfaces.StepHandle but for `sample`."""
-
-    def __init__(
-        self, threads: ThreadPool, step: StepMemory, draw: Draw, note: Callable[[], None]
-    ) -> None:
-        self._note = note
-        self._threads = threads
-        self._step = step
-        self._draw = draw
-
-    def sample(self, masks: TokenMasks | None = None) -> None:
-        raise AssertionError("a step launched beside its caller draws by itself")
-
-    def result(self) -> StepResult:
-        self._threads.wait(self._step)
-        self._note()
-        return self._draw.result()
 
 
 class FastRunner:
@@ -223,8 +177,21 @@ class FastRunner:
     def execute(self, batch: ForwardBatch) -> FastStepHandle:
         threads, note = self._computing(), self._noting(batch, beside=False)
         self._pages().pause()
-        num_threads = threads.run(self._describe(batch))
-        return FastStepHandle(self._sampler, self._logits(), batch.sampling, num_threads, note)
+        step, picked = self._describe(batch), None
+        if self._program.head and wants_best_alone(batch.sampling):
+            picked = Picked(self._sampler.prepare(self._logits(), batch.sampling), self._complete)
+            step.pick_into(picked.draw.token_ids, picked.draw.failed)
+        num_threads = threads.run(step)
+        logits, sampling = self._logits(), batch.sampling
+        return FastStepHandle(self._sampler, logits, sampling, num_threads, note, picked)
+
+    def _complete(self) -> None:
+        """Compute the logits of the last step, if it gave tokens alone; masks may ask for more of them."""
+        step, threads = self._steps[1], self._computing()
+        threads.wait_for_all()
+        if step.parameters[at.PICKED] != 0:
+            step.only_logits()
+            threads.run_alone(step)
 
     def runs_beside(self, num_tokens: int, num_kv_rows: int) -> bool:
         """Whether such a step is better left to the workers: see headrace.backends.cpu.fast.beside."""
@@ -237,7 +204,10 @@ class FastRunner:
         threads, note = self._computing(), self._noting(batch, beside=True)
         step = self._describe(batch)
         draw = self._sampler.prepare(self._logits(), batch.sampling)
-        step.draw_with(self._sampler.address, draw.native(), draw)
+        if self._program.head and wants_best_alone(batch.sampling):
+            step.pick_into(draw.token_ids, draw.failed)
+        else:
+            step.draw_with(self._sampler.address, draw.native(), draw)
         self._pages().pause()
         threads.launch(step)
         return BesideHandle(threads, step, draw, note)
@@ -316,6 +286,7 @@ class FastRunner:
 
     def last_logits(self) -> NDArray[np.float32]:
         """Return a copy of the last step's logits [R, vocab], before any filter."""
+        self._complete()
         where, stride = self._buffers.logits()
         num_rows = int(self._steps[1].parameters[at.NUM_SAMPLES])
         memory = (ctypes.c_float * (num_rows * stride // 4)).from_address(where)

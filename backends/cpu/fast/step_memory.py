@@ -123,13 +123,27 @@ class StepMemory:
             self._set_array(place, np.ascontiguousarray(array, kind))
         self._set_array(at.DRAWN, drawn)
         self._plan_attention(batch)
+        parameters[at.PROGRAM] = address(self._program.operations)
         parameters[at.NUM_OPERATIONS] = len(self._program.operations)
         self.num_barriers = self._program.num_barriers
         parameters[at.NUM_TOKENS] = len(batch.token_ids)
         parameters[at.NUM_SAMPLES] = len(batch.sample_rows)
         parameters[at.NUM_SEQUENCES] = num_sequences
         parameters[at.TABLE_WIDTH] = batch.block_tables.shape[2]
-        parameters[at.DRAW] = parameters[at.JOIN] = 0
+        parameters[at.DRAW] = parameters[at.JOIN] = parameters[at.PICKED] = 0
+
+    def pick_into(self, token_ids: NDArray[np.int32], failed: NDArray[np.bool_]) -> None:
+        """Have the step find its best tokens, and give no logits."""
+        self._set_array(at.PICKED, token_ids)
+        self._set_array(at.PICKED_FAILED, failed)
+
+    def only_logits(self) -> None:
+        """Describe what is left to do for the logits of a step that gave tokens alone."""
+        head, parameters = self._program.head, self.parameters
+        parameters[at.PICKED] = 0
+        parameters[at.PROGRAM] = address(self._program.operations[head:])
+        parameters[at.NUM_OPERATIONS] = len(self._program.operations) - head
+        self.num_barriers = int((self._program.operations[head:, at.BARRIER] != 0).sum())
 
     def draw_with(self, function: int, arguments: NDArray[np.int64], keep: object) -> None:
         """Have the step draw too: see layout's DRAW."""
