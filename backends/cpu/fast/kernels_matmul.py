@@ -52,9 +52,10 @@ def chunk_of(total, threads, most):  # type: ignore[no-untyped-def]
 
 
 @fast_kernel
-def num_shares(rows, threads):  # type: ignore[no-untyped-def]
-    """Into how many shares rows are cut, which stay with a thread from one operation to the next."""
-    return min(threads, MAX_SHARES) if rows >= threads * ROWS_PER_SHARE else 1
+def num_shares(rows, threads, least):  # type: ignore[no-untyped-def]
+    """Into how many shares rows are cut, of `least` and more, which stay with a thread from one operation to
+    the next."""
+    return min(threads, MAX_SHARES) if rows >= threads * least else 1
 
 
 @fast_kernel
@@ -95,7 +96,7 @@ def fetch_first_tiles(op, rows, threads, tid):  # type: ignore[no-untyped-def]
     """Ask for what thread `tid` reads first in a product, while there is nothing else to do."""
     tile_bytes = TILE_BYTES[op[at.FORM]]
     column_bytes = op[at.SIZE] * tile_bytes
-    turn = tid % threads if num_shares(rows, threads) == 1 else 0
+    turn = tid % threads if num_shares(rows, threads, ROWS_PER_SHARE) == 1 else 0
     first = column_of(op, turn * units_per_chunk(op, threads), 0)
     if first < op[at.COUNT]:
         size = min(column_bytes, PREFETCH_TILES * tile_bytes)
@@ -186,7 +187,7 @@ def run_linear(op, rows, threads, tid, counter, places, observes):  # type: igno
     together = columns_together(op)
     units = op[at.COUNT] // together if rows > 0 else 0
     chunk = units_per_chunk(op, threads)
-    shares = num_shares(rows, threads)
+    shares = num_shares(rows, threads, ROWS_PER_SHARE)
     given = threads * chunk if shares == 1 else 0
     for number in range(shares):
         share = (tid + number) % shares

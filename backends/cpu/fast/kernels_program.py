@@ -136,21 +136,31 @@ def run_rope_row(op, parameters, row, q, k, v):  # type: ignore[no-untyped-def]
             write_codes(keys, values, k + offset, v + offset, head_dim, lane)
 
 
+@fast_kernel
+def take_unit(total, shares, tid, counter):  # type: ignore[no-untyped-def]
+    """A unit of attention that nobody has taken, of the thread's own share first; -1: there is none."""
+    for number in range(shares):
+        share = (tid + number) % shares
+        unit = total * share // shares + atomic_add(counter + share * 8, 1)
+        if unit < total * (share + 1) // shares:
+            return unit
+    return -1
+
+
 @inlined_kernel
-def run_attention(op, parameters, threads, counter, q, out, scratch):  # type: ignore[no-untyped-def]
+def run_attention(op, parameters, threads, tid, counter, q, out, scratch):  # type: ignore[no-untyped-def]
+    """The next unit is taken early, so that its first keys and values come meanwhile."""
     kv_heads, group = op[at.KV_COUNT], op[at.GROUP_INDEX]
     starts = longs(parameters[at.ITEM_STARTS] + group * 8, 2)
     items_at = parameters[at.ITEMS] + starts[0] * at.ITEM_FIELDS * 8
     total = (starts[1] - starts[0]) * kv_heads
-    mine = atomic_add(counter, 1)
-    if mine < total:
+    shares = num_shares(total, threads, kv_heads)
+    mine = take_unit(total, shares, tid, counter)
+    if mine >= 0:
         fetch_unit(op, parameters, items_at, mine, scratch)
-    while (
-        mine < total
-    ):  # the next unit is taken early, so that its first keys and values come meanwhile
-        following = atomic_add(counter, 1)
-        ahead = following if following < total else -1
-        attend_unit(op, parameters, items_at, mine, ahead, (q, out, scratch))
+    while mine >= 0:
+        following = take_unit(total, shares, tid, counter)
+        attend_unit(op, parameters, items_at, mine, following, (q, out, scratch))
         mine = following
 
 
@@ -198,7 +208,7 @@ def run_one(op, parameters, row, end, places, scratch):  # type: ignore[no-untyp
     target = out + row * op[at.OUT_STRIDE]
     beside = aux + row * op[at.AUX_STRIDE]
     if op[at.CODE] == at.ROPE:
-        fetch_blocks(op, parameters, row + 1, end)
+        fetch_blocks(op, parameters, row + 2, end)
         run_rope_row(op, parameters, row, source, beside, target)
         return
     if op[at.CODE] == at.TAKE:
@@ -220,7 +230,8 @@ def run_one(op, parameters, row, end, places, scratch):  # type: ignore[no-untyp
 @inlined_kernel
 def run_rows(op, parameters, rows, threads, tid, counter, places, scratch):  # type: ignore[no-untyped-def]
     chunk = chunk_of(rows, threads, 16)
-    shares = num_shares(rows, threads)
+    chunk = max(chunk, 4) if op[at.CODE] == at.ROPE else chunk
+    shares = num_shares(rows, threads, ROWS_TOGETHER)
     for number in range(shares):
         share = (tid + number) % shares
         begin, stop = share_begin(rows, shares, share), share_begin(rows, shares, share + 1)
@@ -233,6 +244,7 @@ def run_rows(op, parameters, rows, threads, tid, counter, places, scratch):  # t
                 slots = slots_of(op, parameters)
                 first, end = next_block(slots, first), next_block(slots, end)
                 fetch_blocks(op, parameters, first, end)
+                fetch_blocks(op, parameters, first + 1, end)
             for row in range(first, end):
                 run_one(op, parameters, row, end, places, scratch)
 
@@ -325,7 +337,7 @@ def run_program(tid, parameters_at, control, joins):  # type: ignore[no-untyped-
             found = (x, out, quantized, scratch, aux if is_picked else np.int64(0))
             run_linear(op, rows, threads, tid, counter, found, parameters[at.OBSERVES] != 0)
         elif op[at.CODE] == at.ATTEND:
-            run_attention(op, parameters, threads, counter, x, out, scratch)
+            run_attention(op, parameters, threads, tid, counter, x, out, scratch)
         elif op[at.CODE] == at.ROUGH or op[at.CODE] == at.PICK:
             if parameters[at.PICKED] != 0:
                 run_picked(op, parameters, index, rows, counter, (x, aux, out, scratch))
