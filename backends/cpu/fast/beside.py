@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 MAX_SHARED_TOKENS = 64
-"""Larger steps gain little, and who comes new waits for the one that was launched ahead."""
+"""Who comes new waits for the one that was launched ahead: larger steps are too long for that."""
 MAX_TOKENS = 4
 """Larger steps keep all threads: they wait for the vector units."""
 TRIED_STEPS, SKIPPED_STEPS, KEPT_STEPS = 9, 2, 1024
