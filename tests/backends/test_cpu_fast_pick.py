@@ -91,6 +91,30 @@ def test_broken_rows_fail_alone() -> None:
     compared.runner.close()
 
 
+def test_numbers_too_large_for_a_bound_are_compared_one_by_one() -> None:
+    """Three groups cancel exactly: the logits are finite, what bounds them is not."""
+    rows = input_rows(128)
+    rows[:, :96], rows[:, 96:] = 1e36, rows[:, 96:] * np.float32(1e31)
+    part = random_blocks("q8_0", 40, 128)
+    blocks = part.data.reshape(-1, 4, 34)
+    blocks[:, :3, :2] = np.array([60000.0], np.float16).view(np.uint8)
+    blocks[:, :3, 2:] = np.tile(np.array([127, 129], np.uint8), 16)
+    for activations in ("mixed", "precise", "int8"):
+        compared = Compared(product_model([part], bf16_exact(rows)), activations, 2)
+        assert np.isfinite(compared.check(20)).all()
+        compared.runner.close()
+
+
+def test_a_head_with_a_bias_gives_logits() -> None:
+    bias = np.full(90, 1e10, np.float32)
+    compared = Compared(
+        product_model([random_blocks("q8_0", 90, WIDTH)], input_rows(WIDTH), bias), "mixed", 1
+    )
+    compared.runner.execute(batch_of(3))
+    assert compared.runner._steps[1].parameters[at.PICKED] == 0
+    compared.runner.close()
+
+
 def test_outputs_that_fill_no_column_hide_no_negative_logits() -> None:
     """Those that are held behind the last one have weights of zero."""
     rows = bf16_exact(np.abs(input_rows(WIDTH)))

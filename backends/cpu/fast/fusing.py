@@ -81,13 +81,14 @@ def pick_at_the_end(
     logits: int,
     plans: Mapping[int, CodingPlan],
 ) -> tuple[list[Instruction], int, tuple[NDArray[np.generic], ...]]:
-    """Let best tokens be found without logits, if the last product alone gives those, of weights in bytes.
+    """Let best tokens be found without logits, if one product gives those, of weights in bytes, without bias.
 
     Return the instructions, the index of that product, 0 where it is not so, and what must be kept.
     """
     head, end = instructions[-1].fields, max(value.last_use for value in values)
     is_all = head[at.CODE] == at.LINEAR and head[at.OUT] == logits and head[at.OUT_OFFSET] == 0
     is_all &= head[at.COUNT] * LANES >= values[logits].width and head[at.DOMAIN] == at.SAMPLES
+    is_all &= head[at.SECOND_POINTER] == 0  # sums begin with a bias, and round at its size
     if LEVEL != capability.AVX512_VNNI or not is_all or head[at.FORM] != BYTES_SIGNED:
         return instructions, 0, ()
     from headrace.backends.cpu.fast.kernels_pick import group_norms

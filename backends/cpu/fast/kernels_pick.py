@@ -38,6 +38,8 @@ from headrace.backends.cpu.kernels_vector import as_pointer
 _GROUP_BYTES = group_bytes(CODES)
 _SLACK = np.float32(1e-4)
 """Of the sum of all magnitudes: what sums of floats in another order can be off by, with room."""
+_SURE = np.float32(1e30)
+"""From here on, and where a row is broken, a bound tells nothing: all logits are looked at."""
 
 
 @fast_kernel
@@ -135,13 +137,12 @@ def pick_rows(op, head, block, rows, places, picked):  # type: ignore[no-untyped
             best = max(best, tops[tile * ROWS_TOGETHER + lane])
         coded = coded_row(x, first + lane, head[at.IN_STRIDE], CODES)
         bound = _bound(head[at.SIZE], head[at.PLAN], coded, head[at.SIZE] * _GROUP_BYTES, norms)
-        failed[first + lane] = not np.isfinite(bound)
-        token_ids[first + lane], found[lane] = 0, np.float32(-np.inf)
-        least[lane] = np.inf if failed[first + lane] else best - np.float32(2.0) * bound
+        failed[first + lane], token_ids[first + lane], found[lane] = False, 0, np.float32(-np.inf)
+        least[lane] = best - np.float32(2.0) * bound if bound < _SURE else np.float32(-np.inf)
     for tile in range(columns):
         is_near = False
         for lane in range(count):
-            is_near |= tops[tile * ROWS_TOGETHER + lane] >= least[lane]
+            is_near |= not tops[tile * ROWS_TOGETHER + lane] < least[lane]
         if not is_near:
             continue
         run_unit(head, tile, tile, first, first + count, (x, logits_at, 0, scratch, 0), False)
