@@ -16,7 +16,7 @@ from llvmlite import ir
 from headrace.backends.cpu.fast import layout as at
 from headrace.backends.cpu.fast.compiled import fast_kernel, inlined_kernel
 from headrace.backends.cpu.fast.intrinsics import FLOATS, I32, INTS, LANES, routine
-from headrace.backends.cpu.fast.intrinsics_threads import atomic_add
+from headrace.backends.cpu.fast.intrinsics_threads import atomic_add, call_at
 from headrace.backends.cpu.fast.kernels_attend_rows import fetch_run
 from headrace.backends.cpu.fast.kernels_coding import BRAIN, CODES, GROUP, ROWS_TOGETHER, coded_row
 from headrace.backends.cpu.fast.kernels_product import PREFETCH_TILES, product
@@ -28,6 +28,7 @@ from headrace.backends.cpu.fast.kernels_quantize import (
 )
 from headrace.backends.cpu.fast.kernels_rowwise import gelu_row, observe_row, silu_row
 from headrace.backends.cpu.fast.kernels_tiles import PLAIN, TILE_BYTES
+from headrace.backends.cpu.kernels_rows import longs
 
 CHUNKS_PER_THREAD = 8
 ROWS_PER_SHARE, MAX_SHARES = 48, 8
@@ -39,6 +40,8 @@ GATED_COLUMNS = 2 * GROUP // LANES
 GATED_ROWS = 256
 """That wait for their gate at once; their columns' weights are still near when the next ones come."""
 GATED_BYTES = GATED_ROWS * GATED_ROW
+NUM_ARGUMENTS, ARGUMENT_BYTES = 10, 128
+"""Of multiply_unit, at the end of a thread's scratch."""
 TOPS_BYTES = 4 * ROWS_TOGETHER
 """Of the largest results of a column, of ROWS_TOGETHER rows."""
 
@@ -103,7 +106,7 @@ def fetch_first_tiles(op, rows, threads, tid):  # type: ignore[no-untyped-def]
         fetch_run(op[at.POINTER] + first * column_bytes, size)
 
 
-@fast_kernel
+@inlined_kernel
 def gate_rows(op, unit, first, rows, numbers, quantized, observes):  # type: ignore[no-untyped-def]
     """Gate 32 columns of `rows` rows from `first` on, whose numbers are GATED_ROW apart, and code them."""
     for row in range(rows):
@@ -139,8 +142,8 @@ def keep_tops(e: Any, numbers: Any, rows: Any, valid: Any, out: Any, stride: Any
         e.store(most, e.add(out, e.builder.mul(loop.index, stride)))
 
 
-@fast_kernel
-def run_unit(op, unit, after, begin, end, places, observes):  # type: ignore[no-untyped-def]
+@inlined_kernel
+def multiply_unit(op, unit, after, begin, end, places, observes):  # type: ignore[no-untyped-def]
     """Multiply rows `begin` .. `end - 1` with a unit's columns, and ask for those of unit `after` meanwhile.
 
     places: of what is read, of what is written, of codes, scratch, and of tops; the last 0: there are logits.
@@ -178,8 +181,18 @@ def run_unit(op, unit, after, begin, end, places, observes):  # type: ignore[no-
             keep_tops(scratch, count, valid, place, ROWS_TOGETHER * op[at.AUX_STRIDE])
 
 
+@fast_kernel
+def run_unit(call, op_at, unit, after, begin, end, places, observes):  # type: ignore[no-untyped-def]
+    """multiply_unit, through an address (see kernels_unit); call: that, and where its arguments go."""
+    function, arguments_at = call
+    a = longs(arguments_at, NUM_ARGUMENTS)
+    a[0], a[1], a[2], a[3], a[4] = op_at, unit, after, begin, end
+    a[5], a[6], a[7], a[8], a[9] = places
+    call_at(function, arguments_at, 1 if observes else 0, 0)
+
+
 @inlined_kernel
-def run_linear(op, rows, threads, tid, counter, places, observes):  # type: ignore[no-untyped-def]
+def run_linear(op, rows, threads, tid, counter, places, observes, call, op_at):  # type: ignore[no-untyped-def]
     """Each thread's first columns are given, which `fetch_first_tiles` knows; then it takes what comes next.
 
     It takes them early, so that the weights of the next columns can be asked for during the last ones.
@@ -200,5 +213,5 @@ def run_linear(op, rows, threads, tid, counter, places, observes):  # type: igno
             for unit in range(first, last + 1):
                 after = following if unit == last else unit + 1
                 after = after if after < units else unit
-                run_unit(op, unit, after, begin, end, places, observes)
+                run_unit(call, op_at, unit, after, begin, end, places, observes)
             first = following

@@ -13,7 +13,7 @@ import numpy as np
 from numba import carray
 
 from headrace.backends.cpu.fast import layout as at
-from headrace.backends.cpu.fast.compiled import fast_kernel
+from headrace.backends.cpu.fast.compiled import fast_kernel, inlined_kernel
 from headrace.backends.cpu.fast.intrinsics import LANES
 from headrace.backends.cpu.fast.kernels_coding import (
     CODES,
@@ -58,7 +58,9 @@ def rough_row(groups, plan, source, target):  # type: ignore[no-untyped-def]
     """Write a coded row as one of narrow groups: high bytes stay, and count 256 times as much."""
     for group in range(groups):
         run, out = source + group * _GROUP_BYTES, target + group * _GROUP_BYTES
-        longs(out, RUN_BYTES[CODES] // 8)[:] = longs(run, RUN_BYTES[CODES] // 8)
+        words, copied = longs(run, RUN_BYTES[CODES] // 8), longs(out, RUN_BYTES[CODES] // 8)
+        for i in range(RUN_BYTES[CODES] // 8):
+            copied[i] = words[i]
         if not is_wide_at(plan, group):
             continue
         codes, first, last = _signed(run), np.int32(0), np.int32(0)
@@ -117,8 +119,8 @@ def _bound(groups, plan, row, behind, norms):  # type: ignore[no-untyped-def]
     return bound * np.float32(1.001)
 
 
-@fast_kernel
-def pick_rows(op, head, block, rows, places, picked):  # type: ignore[no-untyped-def]
+@inlined_kernel
+def pick_rows(op, head_at, block, rows, places, picked, call):  # type: ignore[no-untyped-def]
     """Write the best tokens of ROWS_TOGETHER rows, and which rows have none.
 
     places: coded rows, the largest of each tile, logits of row 0, scratch. What one of the rows asks for is
@@ -126,6 +128,7 @@ def pick_rows(op, head, block, rows, places, picked):  # type: ignore[no-untyped
     """
     x, tops_at, logits_at, scratch = places
     token_ids, failed = picked
+    head = longs(head_at, at.NUM_FIELDS)
     columns, vocab, norms = head[at.COUNT], op[at.SIZE], floats(op[at.POINTER], head[at.SIZE])
     tops = floats(tops_at + block * ROWS_TOGETHER * op[at.AUX_STRIDE], columns * ROWS_TOGETHER)
     first = block * ROWS_TOGETHER
@@ -145,7 +148,9 @@ def pick_rows(op, head, block, rows, places, picked):  # type: ignore[no-untyped
             is_near |= not tops[tile * ROWS_TOGETHER + lane] < least[lane]
         if not is_near:
             continue
-        run_unit(head, tile, tile, first, first + count, (x, logits_at, 0, scratch, 0), False)
+        run_unit(
+            call, head_at, tile, tile, first, first + count, (x, logits_at, 0, scratch, 0), False
+        )
         for lane in range(count):
             row = first + lane
             logits = floats(logits_at + row * head[at.OUT_STRIDE] + tile * COLUMN_BYTES, LANES)

@@ -33,6 +33,7 @@ from headrace.backends.cpu.fast.kernels_attend_pairs import write_pairs
 from headrace.backends.cpu.fast.kernels_attend_rows import PAIRS, fetch_run
 from headrace.backends.cpu.fast.kernels_coding import CODES, GROUP, ROWS_TOGETHER, coded_row
 from headrace.backends.cpu.fast.kernels_matmul import (
+    ARGUMENT_BYTES,
     chunk_of,
     fetch_first_tiles,
     num_shares,
@@ -201,7 +202,7 @@ def run_row(op, parameters, row, x, aux, out, scratch):  # type: ignore[no-untyp
     return target
 
 
-@fast_kernel
+@inlined_kernel
 def run_one(op, parameters, row, end, places, scratch):  # type: ignore[no-untyped-def]
     x, aux, out, quantized = places
     source = x + row * op[at.IN_STRIDE]
@@ -249,8 +250,8 @@ def run_rows(op, parameters, rows, threads, tid, counter, places, scratch):  # t
                 run_one(op, parameters, row, end, places, scratch)
 
 
-@fast_kernel
-def run_picked(op, parameters, index, rows, counter, places):  # type: ignore[no-untyped-def]
+@inlined_kernel
+def run_picked(op, parameters, index, rows, counter, places, call):  # type: ignore[no-untyped-def]
     """ROUGH, before the product that gives logits, or PICK, behind it: see kernels_pick."""
     x, aux, out, scratch = places
     while True:
@@ -260,8 +261,7 @@ def run_picked(op, parameters, index, rows, counter, places):  # type: ignore[no
         if op[at.CODE] == at.PICK:
             head_at = parameters[at.PROGRAM] + (index - 1) * at.NUM_FIELDS * 8
             picked = ints(parameters[at.PICKED], rows), bytes_of(parameters[at.PICKED_FAILED], rows)
-            head = longs(head_at, at.NUM_FIELDS)
-            pick_rows(op, head, block, rows, (x, aux, out, scratch), picked)
+            pick_rows(op, head_at, block, rows, (x, aux, out, scratch), picked, call)
             continue
         for row in range(block * ROWS_TOGETHER, min(rows, (block + 1) * ROWS_TOGETHER)):
             source = coded_row(x, row, op[at.IN_STRIDE], CODES)
@@ -322,10 +322,12 @@ def run_program(tid, parameters_at, control, joins):  # type: ignore[no-untyped-
     has_joined = joins
     buffers = longs(parameters[at.BUFFERS], 1 << 10)
     scratch = parameters[at.SCRATCH] + tid * parameters[at.SCRATCH_BYTES]
+    call = parameters[at.UNIT], scratch + parameters[at.SCRATCH_BYTES] - ARGUMENT_BYTES
     profile = parameters[at.PROFILE]
     while index < count:
         started = own_nanoseconds() if profile != 0 else 0
-        op = longs(parameters[at.PROGRAM] + index * at.NUM_FIELDS * 8, at.NUM_FIELDS)
+        op_at = parameters[at.PROGRAM] + index * at.NUM_FIELDS * 8
+        op = longs(op_at, at.NUM_FIELDS)
         rows = parameters[at.NUM_SAMPLES if op[at.DOMAIN] == at.SAMPLES else at.NUM_TOKENS]
         counter = parameters[at.COUNTERS] + index * at.LINE_WORDS * 8
         x = place_of(buffers, op[at.IN], op[at.IN_OFFSET])
@@ -335,12 +337,13 @@ def run_program(tid, parameters_at, control, joins):  # type: ignore[no-untyped-
             quantized = place_of(buffers, op[at.QUANTIZED], 0)
             is_picked = op[at.GATE] == at.PICK and parameters[at.PICKED] != 0
             found = (x, out, quantized, scratch, aux if is_picked else np.int64(0))
-            run_linear(op, rows, threads, tid, counter, found, parameters[at.OBSERVES] != 0)
+            observes = parameters[at.OBSERVES] != 0
+            run_linear(op, rows, threads, tid, counter, found, observes, call, op_at)
         elif op[at.CODE] == at.ATTEND:
             run_attention(op, parameters, threads, tid, counter, x, out, scratch)
         elif op[at.CODE] == at.ROUGH or op[at.CODE] == at.PICK:
             if parameters[at.PICKED] != 0:
-                run_picked(op, parameters, index, rows, counter, (x, aux, out, scratch))
+                run_picked(op, parameters, index, rows, counter, (x, aux, out, scratch), call)
         else:
             quantized = place_of(buffers, op[at.QUANTIZED], 0)
             places = (x, aux, out, quantized)

@@ -138,8 +138,13 @@ class FastRunner:
         self._pool = FastKVPool(self._groups, num_blocks, self._settings.block_size, self._form)
         self._preparer = PagePreparer(self._pool.prepare)
         self._num_blocks = num_blocks
+        from headrace.backends.cpu.fast.kernels_unit import (
+            run_unit_at,  # the first time it compiles
+        )
+
         for step in self._steps:
             step.use_pool(self._pool)
+            step.compute_with(int(run_unit_at.address))
         self._first_start.wait_for_attention()
         self._threads = ThreadPool(self._settings.num_threads, tuple(self._steps))
         self._first_start.close()

@@ -11,6 +11,7 @@ from headrace.backends.cpu.fast.arena import address, map_pages
 from headrace.backends.cpu.fast.kernels_attend import partial_bytes, scratch_bytes
 from headrace.backends.cpu.fast.kernels_attend_plan import plan_items
 from headrace.backends.cpu.fast.kernels_coding import ROWS_TOGETHER
+from headrace.backends.cpu.fast.kernels_matmul import ARGUMENT_BYTES
 from headrace.backends.cpu.fast.kv_pool import FastKVPool
 from headrace.backends.cpu.fast.recorder import Program
 from headrace.types import ForwardBatch
@@ -36,7 +37,8 @@ class Buffers:
             (scratch_bytes(shape.head_dim, shape.ratio) for shape in program.attention.values()),
             default=0,
         )
-        self.scratch_bytes = -(-max(scratch, program.scratch_row, 1) // 4096) * 4096
+        scratch = max(scratch, program.scratch_row) + ARGUMENT_BYTES
+        self.scratch_bytes = -(-scratch // 4096) * 4096
         self.scratch = map_pages(self.scratch_bytes * num_threads)
         self.partials = self.arrivals = np.zeros(0, np.int64)
 
@@ -98,6 +100,10 @@ class StepMemory:
             (at.NUM_THREADS, 1),
         ):
             self.parameters[place] = value
+
+    def compute_with(self, unit: int) -> None:
+        """`unit`: the address of kernels_unit.run_unit_at."""
+        self.parameters[at.UNIT] = unit
 
     def use_pool(self, pool: FastKVPool) -> None:
         self._pool = pool
