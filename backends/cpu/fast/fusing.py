@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -76,10 +76,7 @@ def _is_all_of(product: list[int], gate: list[int], value: Value) -> bool:
 
 
 def pick_at_the_end(
-    instructions: list[Instruction],
-    values: list[Value],
-    logits: int,
-    plans: Mapping[int, CodingPlan],
+    instructions: list[Instruction], values: list[Value], logits: int
 ) -> tuple[list[Instruction], int, tuple[NDArray[np.generic], ...]]:
     """Let best tokens be found without logits, if one product gives those, of weights in bytes, without bias.
 

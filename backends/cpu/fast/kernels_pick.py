@@ -15,6 +15,7 @@ from numba import carray
 from headrace.backends.cpu.fast import layout as at
 from headrace.backends.cpu.fast.compiled import fast_kernel, inlined_kernel
 from headrace.backends.cpu.fast.intrinsics import LANES
+from headrace.backends.cpu.fast.intrinsics_threads import atomic_add
 from headrace.backends.cpu.fast.kernels_coding import (
     CODES,
     EXCESS,
@@ -160,3 +161,23 @@ def pick_rows(op, head_at, block, rows, places, picked, call):  # type: ignore[n
                     found[lane], token_ids[row] = logits[i], tile * LANES + i
     for lane in range(count):
         failed[first + lane] |= not np.isfinite(found[lane])
+
+
+@inlined_kernel
+def run_picked(op, parameters, index, rows, counter, places, call):  # type: ignore[no-untyped-def]
+    """ROUGH, before the product that gives logits, or PICK, behind it."""
+    x, aux, out, scratch = places
+    while True:
+        block = atomic_add(counter, 1)
+        if block * ROWS_TOGETHER >= rows:
+            break
+        if op[at.CODE] == at.PICK:
+            head_at = parameters[at.PROGRAM] + (index - 1) * at.NUM_FIELDS * 8
+            picked = ints(parameters[at.PICKED], rows), bytes_of(parameters[at.PICKED_FAILED], rows)
+            pick_rows(op, head_at, block, rows, (x, aux, out, scratch), picked, call)
+            continue
+        for row in range(block * ROWS_TOGETHER, min(rows, (block + 1) * ROWS_TOGETHER)):
+            source = coded_row(x, row, op[at.IN_STRIDE], CODES)
+            rough_row(
+                op[at.SIZE], op[at.PLAN], source, coded_row(out, row, op[at.OUT_STRIDE], CODES)
+            )

@@ -40,11 +40,10 @@ from headrace.backends.cpu.fast.kernels_matmul import (
     run_linear,
     share_begin,
 )
-from headrace.backends.cpu.fast.kernels_pick import pick_rows, rough_row
+from headrace.backends.cpu.fast.kernels_pick import run_picked
 from headrace.backends.cpu.fast.kernels_quantize import quantize_row
 from headrace.backends.cpu.fast.kernels_rowwise import (
     add_rows,
-    bytes_of,
     cap_row,
     copy_scaled,
     embed_row,
@@ -250,24 +249,10 @@ def run_rows(op, parameters, rows, threads, tid, counter, places, scratch):  # t
                 run_one(op, parameters, row, end, places, scratch)
 
 
-@inlined_kernel
-def run_picked(op, parameters, index, rows, counter, places, call):  # type: ignore[no-untyped-def]
-    """ROUGH, before the product that gives logits, or PICK, behind it: see kernels_pick."""
-    x, aux, out, scratch = places
-    while True:
-        block = atomic_add(counter, 1)
-        if block * ROWS_TOGETHER >= rows:
-            break
-        if op[at.CODE] == at.PICK:
-            head_at = parameters[at.PROGRAM] + (index - 1) * at.NUM_FIELDS * 8
-            picked = ints(parameters[at.PICKED], rows), bytes_of(parameters[at.PICKED_FAILED], rows)
-            pick_rows(op, head_at, block, rows, (x, aux, out, scratch), picked, call)
-            continue
-        for row in range(block * ROWS_TOGETHER, min(rows, (block + 1) * ROWS_TOGETHER)):
-            source = coded_row(x, row, op[at.IN_STRIDE], CODES)
-            rough_row(
-                op[at.SIZE], op[at.PLAN], source, coded_row(out, row, op[at.OUT_STRIDE], CODES)
-            )
+@fast_kernel
+def rows_of(op, parameters):  # type: ignore[no-untyped-def]
+    """How many rows an operation has in this step."""
+    return parameters[at.NUM_SAMPLES if op[at.DOMAIN] == at.SAMPLES else at.NUM_TOKENS]
 
 
 @fast_kernel
@@ -328,7 +313,7 @@ def run_program(tid, parameters_at, control, joins):  # type: ignore[no-untyped-
         started = own_nanoseconds() if profile != 0 else 0
         op_at = parameters[at.PROGRAM] + index * at.NUM_FIELDS * 8
         op = longs(op_at, at.NUM_FIELDS)
-        rows = parameters[at.NUM_SAMPLES if op[at.DOMAIN] == at.SAMPLES else at.NUM_TOKENS]
+        rows = rows_of(op, parameters)
         counter = parameters[at.COUNTERS] + index * at.LINE_WORDS * 8
         x = place_of(buffers, op[at.IN], op[at.IN_OFFSET])
         aux = place_of(buffers, op[at.AUX], op[at.AUX_OFFSET])
@@ -352,7 +337,7 @@ def run_program(tid, parameters_at, control, joins):  # type: ignore[no-untyped-
             following = longs(
                 parameters[at.PROGRAM] + op[at.NEXT] * at.NUM_FIELDS * 8, at.NUM_FIELDS
             )
-            fetch_first_tiles(following, rows, threads, tid)
+            fetch_first_tiles(following, rows_of(following, parameters), threads, tid)
         finished = own_nanoseconds() if profile != 0 else 0
         if op[at.BARRIER] != 0 and threads > 1:
             target += threads

@@ -347,9 +347,7 @@ class Recorder:
                 self._values[fields[at.OUT]].last_use = -1
                 fields[at.OUT] = -1
         instructions = gate_at_once(self._instructions, self._values)
-        instructions, head, kept = pick_at_the_end(
-            instructions, self._values, logits.value, self._plans
-        )
+        instructions, head, kept = pick_at_the_end(instructions, self._values, logits.value)
         link_products(instructions)
         buffers = assign_buffers(self._values)
         operations = np.array([i.fields for i in instructions], np.int64)

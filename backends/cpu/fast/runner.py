@@ -138,9 +138,8 @@ class FastRunner:
         self._pool = FastKVPool(self._groups, num_blocks, self._settings.block_size, self._form)
         self._preparer = PagePreparer(self._pool.prepare)
         self._num_blocks = num_blocks
-        from headrace.backends.cpu.fast.kernels_unit import (
-            run_unit_at,  # the first time it compiles
-        )
+        # the first time ever this compiles, beside the process that compiles attention
+        from headrace.backends.cpu.fast.kernels_unit import run_unit_at
 
         for step in self._steps:
             step.use_pool(self._pool)
@@ -183,12 +182,16 @@ class FastRunner:
         threads, note = self._computing(), self._noting(batch, beside=False)
         self._pages().pause()
         step, picked = self._describe(batch), None
-        if self._program.head and wants_best_alone(batch.sampling):
+        if self._picks(batch):
             picked = Picked(self._sampler.prepare(self._logits(), batch.sampling), self._complete)
             step.pick_into(picked.draw.token_ids, picked.draw.failed)
         num_threads = threads.run(step)
         logits, sampling = self._logits(), batch.sampling
         return FastStepHandle(self._sampler, logits, sampling, num_threads, note, picked)
+
+    def _picks(self, batch: ForwardBatch) -> bool:
+        """Whether a step finds its tokens without logits: see headrace.backends.cpu.fast.kernels_pick."""
+        return self._program.head > 0 and wants_best_alone(batch.sampling)
 
     def _complete(self) -> None:
         """Compute the logits of the last step, if it gave tokens alone; masks may ask for more of them."""
@@ -209,7 +212,7 @@ class FastRunner:
         threads, note = self._computing(), self._noting(batch, beside=True)
         step = self._describe(batch)
         draw = self._sampler.prepare(self._logits(), batch.sampling)
-        if self._program.head and wants_best_alone(batch.sampling):
+        if self._picks(batch):
             step.pick_into(draw.token_ids, draw.failed)
         else:
             step.draw_with(self._sampler.address, draw.native(), draw)

@@ -92,7 +92,6 @@ class StepMemory:
         self.num_barriers = 0
         """That its operations have; 0 before it is described."""
         for place, value in (
-            (at.PROGRAM, address(program.operations)),
             (at.BUFFERS, address(buffers.addresses)),
             (at.COUNTERS, address(self._counters)),
             (at.SCRATCH, address(buffers.scratch)),
@@ -144,12 +143,11 @@ class StepMemory:
         self._set_array(at.PICKED_FAILED, failed)
 
     def only_logits(self) -> None:
-        """Describe what is left to do for the logits of a step that gave tokens alone."""
+        """Describe what is left to do for the logits of a step that gave tokens alone, to one thread."""
         head, parameters = self._program.head, self.parameters
         parameters[at.PICKED] = 0
         parameters[at.PROGRAM] = address(self._program.operations[head:])
         parameters[at.NUM_OPERATIONS] = len(self._program.operations) - head
-        self.num_barriers = int((self._program.operations[head:, at.BARRIER] != 0).sum())
 
     def draw_with(self, function: int, arguments: NDArray[np.int64], keep: object) -> None:
         """Have the step draw too: see layout's DRAW."""
