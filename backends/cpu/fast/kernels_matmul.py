@@ -22,12 +22,11 @@ from headrace.backends.cpu.fast.kernels_coding import BRAIN, CODES, GROUP, ROWS_
 from headrace.backends.cpu.fast.kernels_product import PREFETCH_TILES, product
 from headrace.backends.cpu.fast.kernels_quantize import (
     GATED_ROW,
-    larger_float,
-    largest_of_eight,
     quantize_rows,
 )
 from headrace.backends.cpu.fast.kernels_rowwise import gelu_row, observe_row, silu_row
 from headrace.backends.cpu.fast.kernels_tiles import PLAIN, TILE_BYTES
+from headrace.backends.cpu.fast.reductions import larger_float, largest_of_eight
 from headrace.backends.cpu.kernels_rows import longs
 
 CHUNKS_PER_THREAD = 8

@@ -8,7 +8,7 @@ turning into plausible integers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,13 @@ from headrace.backends.cpu.fast.kernels_coding import (
     low_codes_behind,
 )
 from headrace.backends.cpu.fast.kernels_tiles import FORMS_WITH_ROOM
+from headrace.backends.cpu.fast.reductions import (
+    by_four,
+    larger_bits,
+    largest_of_eight,
+    runs,
+    sum_int,
+)
 
 _ROW = 4 * LANES
 _HIGHEST_WIDE, _HIGHEST_NARROW = 127 * 256.0, 127.0
@@ -62,8 +69,6 @@ _TOGETHER = 8
 GATED_ROW = 2 * 4 * GROUP
 """Bytes from row to row of what quantize_rows reads."""
 _FLOATS8 = ir.VectorType(F32, _TOGETHER)
-_BLOCKS = tuple(range(0, LANES, 4))
-"""The first lane of each 4, which shuffles of 128 bits keep together."""
 
 
 @routine()
@@ -243,7 +248,7 @@ def _write_groups(e: Any, at: dict[str, Any], steps: _Steps) -> None:
     bits = []
     for group in groups:
         pair = [e.magnitude_bits(value) for value in _numbers(e, at, steps, group)]
-        bits.append(_larger(e, *pair))
+        bits.append(larger_bits(e, *pair))
     most = builder.bitcast(largest_of_eight(e, bits), _FLOATS8)
     is_less = builder.fcmp_ordered("<", most, e.fill(_LEAST, _FLOATS8))
     most = builder.select(is_less, e.fill(_LEAST, _FLOATS8), most)
@@ -262,53 +267,14 @@ def _write_groups(e: Any, at: dict[str, Any], steps: _Steps) -> None:
     _store_records(e, scale, _sums(e, totals), at["out"], steps.out)
 
 
-def _larger(e: Any, x: Any, y: Any) -> Any:
-    return e.builder.select(e.builder.icmp_signed("<", x, y), y, x)
-
-
-def larger_float(e: Any, x: Any, y: Any) -> Any:
-    """The larger of f32; y where one is NaN."""
-    return e.builder.select(e.builder.fcmp_ordered(">", x, y), x, y)
-
-
-def _by_four(e: Any, vectors: Sequence[Any], combine: Callable[[Any, Any, Any], Any]) -> Any:
-    """Combine the lanes of every 128 bits: lane 4 * b + v of the result is of lanes 4 * b .. 4 * b + 3 of v."""
-
-    def halves(x: Any, y: Any, low: Sequence[int], high: Sequence[int]) -> Any:
-        parts = [
-            e.pick(x, y, [b + lane for b in _BLOCKS for lane in lanes]) for lanes in (low, high)
-        ]
-        return combine(e, *parts)
-
-    a, b, c, d = vectors
-    other = LANES
-    even, odd = (0, other, 1, other + 1), (2, other + 2, 3, other + 3)
-    first, last = (0, 1, other, other + 1), (2, 3, other + 2, other + 3)
-    return halves(halves(a, b, even, odd), halves(c, d, even, odd), first, last)
-
-
-def largest_of_eight(
-    e: Any, vectors: Sequence[Any], larger: Callable[[Any, Any, Any], Any] = _larger
-) -> Any:
-    """The largest lane of each of 8 vectors of 16, side by side."""
-    low, high = (_by_four(e, vectors[first : first + 4], larger) for first in (0, 4))
-    half = LANES // 2
-    pair = larger(e, *(e.pick(low, high, _lanes(f, f + LANES, half)) for f in (0, half)))
-    return larger(e, *(e.pick(pair, pair, _lanes(f, f + half, 4)) for f in (0, 4)))
-
-
 def _sums(e: Any, totals: Sequence[Any]) -> tuple[Any, Any]:
     """Sums of the first and the last 16 of 8 groups, i32 [8] each.
 
     totals: of groups v and v + 4, their first and last halves in 128 bits each.
     """
-    by_half = _by_four(e, totals, lambda e, x, y: e.builder.add(x, y))
-    first, last = (e.pick(by_half, by_half, _lanes(f, f + 8, 4)) for f in (0, 4))
+    by_half = by_four(e, totals, sum_int)
+    first, last = (e.pick(by_half, by_half, runs(f, f + 8, 4)) for f in (0, 4))
     return first, last
-
-
-def _lanes(first: int, second: int, count: int) -> list[int]:
-    return [*range(first, first + count), *range(second, second + count)]
 
 
 def _store_two(e: Any, codes: Any, at: dict[str, Any], steps: _Steps, group: int) -> Any:
