@@ -40,12 +40,12 @@ LIMITS = {
     ("smollm2_gguf", "reference bf16"): (0.0005, 0.98),
     ("smollm2_gguf", "fast"): (0.0010, 0.96),
     ("smollm2_gguf", "fast, activations precise"): (0.0002, 0.99),
-    ("smollm2_gguf", "fast, KV int8"): (0.0010, 0.97),
+    ("smollm2_gguf", "fast, KV int8"): (0.0003, 0.98),
     ("smollm2_gguf", "fast, activations int8"): (0.0040, 0.95),
     ("gemma3_gguf", "reference bf16"): (0.0005, 0.95),
     ("gemma3_gguf", "fast"): (0.0010, 0.95),
     ("gemma3_gguf", "fast, activations precise"): (0.0002, 0.95),
-    ("gemma3_gguf", "fast, KV int8"): (0.0080, 0.90),
+    ("gemma3_gguf", "fast, KV int8"): (0.0015, 0.93),
     ("gemma3_gguf", "fast, activations int8"): (0.0080, 0.90),
 }
 Rows = NDArray[np.float32]

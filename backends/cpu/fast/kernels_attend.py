@@ -24,7 +24,6 @@ from headrace.backends.cpu.fast.kernels_attend_codes import (
     QUERY_RECORD,
     blend_codes,
     query_codes,
-    row_scale,
     score_codes,
     weigh_codes,
 )
@@ -47,7 +46,8 @@ from headrace.backends.cpu.fast.kernels_attend_rows import (
     fetch_run,
     join_partial,
 )
-from headrace.backends.cpu.fast.kernels_rowwise import bytes_of, copy_scaled
+from headrace.backends.cpu.fast.kernels_hadamard import run_of
+from headrace.backends.cpu.fast.kernels_rowwise import copy_scaled
 from headrace.backends.cpu.kernels_rows import floats, ints, longs
 from headrace.backends.cpu.kernels_vector import float_of_bits
 
@@ -78,28 +78,6 @@ def scratch_bytes(head_dim: int, ratio: int) -> int:
 def partial_bytes(head_dim: int) -> int:
     """Return what one vector's sums of one segment take where items share a sequence."""
     return 4 * head_dim + STATE_BYTES
-
-
-@fast_kernel
-def _code_of(number, inverse):  # type: ignore[no-untyped-def]
-    return np.int32(np.rint(min(max(number * inverse, np.float32(-127.0)), np.float32(127.0))))
-
-
-@fast_kernel
-def write_codes(keys, values, k, v, head_dim, lane):  # type: ignore[no-untyped-def]
-    """Write one head's key and value as row `lane` of a block of CODES: a row's scale is its own."""
-    key, value = floats(k, head_dim), floats(v, head_dim)
-    scales = row_scale(k, head_dim), row_scale(v, head_dim)
-    inverses = np.float32(1.0) / scales[0], np.float32(1.0) / scales[1]
-    key_block = bytes_of(keys, head_dim * LANES)
-    value_block = bytes_of(values, head_dim * LANES)
-    for i in range(head_dim):
-        code = _code_of(key[i], inverses[0]) + 128
-        key_block[i // 4 * 64 + lane * 4 + i % 4] = np.uint8(code)
-        code = _code_of(value[i], inverses[1])
-        value_block[i // 16 * 256 + lane // 4 * 64 + i % 16 * 4 + lane % 4] = np.uint8(code & 255)
-    floats(keys + head_dim * LANES, LANES)[lane] = scales[0]
-    floats(values + head_dim * LANES, LANES)[lane] = scales[1]
 
 
 @fast_kernel
@@ -319,6 +297,8 @@ def attend_unit(op, parameters, items_at, unit, following, places):  # type: ign
     softcap = float_of_bits(np.int32(op[at.SECOND_NUMBER]))
     scale = float_of_bits(np.int32(op[at.NUMBER]))
     scale = scale if softcap > np.float32(0.0) else scale * _LOG2_E
+    if parameters[at.KV_FORM] != PAIRS:
+        scale /= np.float32(run_of(head_dim))
     for vector in range(num_vectors):
         head = kv_head * ratio + vector % ratio
         source = q + (token + vector // ratio) * op[at.IN_STRIDE] + head * head_dim * 4

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from llvmlite import ir
+
 from headrace.backends.cpu.fast.intrinsics import (
     BYTES,
     DOT_SHIFTS_SIGNED,
@@ -35,6 +37,7 @@ from headrace.backends.cpu.fast.kernels_attend_rows import (
     run_at,
     shift_of,
     some_at_a_time,
+    spread_int,
     weight_of,
 )
 
@@ -44,6 +47,8 @@ CODES_AT_ONCE = (4, 3, 2, 1)
 """Numbers of vectors that share a read of the keys."""
 _HIGHEST_QUERY = 127 * 256.0
 _HIGHEST_WEIGHT = 127 * 128 + 127.0
+SCALE_SHARE = (1 - 2.0**-18) / 127
+"""Of a row's largest number, before its scale is rounded up."""
 _BYTE_BLOCK = 2 * LANES
 """Of one block's weights as codes: 16 high bytes, 16 low ones."""
 
@@ -241,13 +246,45 @@ def query_codes(e: Any, x: Any, scale: Any, out: Any, head_dim: Any) -> None:
     e.store(builder.shl(e.sum_int_lanes(e.get(whole)), I32(7)), record, 4)
 
 
-@routine("float")
-def row_scale(e: Any, x: Any, head_dim: Any) -> Any:
-    """The scale of a row as codes of -127 .. 127: 17 bits, rounded up, so that 127 * scale is exact.
+def _row_scale(e: Any, x: Any, head_dim: Any) -> Any:
+    """The scale of a row as codes of -127 .. 127, of 16 bits, so that what is read back is exact.
 
-    A row read back and written again gets the same scale and codes.
+    A row read back and written again gets the same scale and codes, though sums of its numbers are rounded on
+    the way (kernels_hadamard): the largest counts as less by what a rounded one may be more.
     """
     builder = e.builder
-    scale = builder.fdiv(_largest_size(e, x, head_dim), F32(127.0))
-    bits = builder.add(builder.bitcast(scale, I32), I32(127))
-    return builder.bitcast(builder.and_(bits, I32(-128)), F32)
+    scale = builder.fmul(_largest_size(e, x, head_dim), F32(SCALE_SHARE))
+    bits = builder.add(builder.bitcast(scale, I32), I32(255))
+    whole = builder.bitcast(builder.and_(bits, I32(-256)), F32)
+    return builder.select(builder.fcmp_unordered("uno", scale, scale), scale, whole)
+
+
+@routine()
+def write_codes(e: Any, keys: Any, values: Any, k: Any, v: Any, head_dim: Any, lane: Any) -> None:
+    """Write one head's key, transformed, and its value as row `lane` of a block.
+
+    A line of values has four rows, so that nobody else may write in the block meanwhile.
+    """
+    builder = e.builder
+    scales = [_row_scale(e, x, head_dim) for x in (k, v)]
+    inverses = [e.broadcast(builder.fdiv(F32(1.0), scale)) for scale in scales]
+    quad_line = e.times(builder.sdiv(lane, e.integer(4)), 4 * LANES)
+    shift = spread_int(e, e.times(builder.srem(lane, e.integer(4)), 8))
+    other = builder.not_(builder.shl(e.fill(255, INTS), shift))
+    with e.loop(builder.sdiv(head_dim, e.integer(LANES))) as loop:
+        block, offset = e.times(loop.index, LANES * LANES), e.times(loop.index, 4 * LANES)
+        key, value = (
+            e.to_int(builder.fmul(e.load(e.add(x, offset)), inverse))
+            for x, inverse in zip((k, v), inverses, strict=True)
+        )
+        codes = builder.xor(builder.trunc(key, BYTES), e.fill(128, BYTES))
+        quads = builder.bitcast(codes, ir.VectorType(I32, LANES // 4))
+        target = e.add(keys, e.add(block, e.times(lane, 4)))
+        for quad in range(LANES // 4):
+            e.store(builder.extract_element(quads, I32(quad)), target, 4 * LANES * quad)
+        line = e.add(values, e.add(block, quad_line))
+        code = builder.shl(builder.and_(value, e.fill(255, INTS)), shift)
+        e.store(builder.or_(builder.and_(e.load(line, INTS), other), code), line)
+    for target, scale in zip((keys, values), scales, strict=True):
+        place = e.add(target, e.times(head_dim, LANES))
+        e.store(scale, e.add(place, e.times(lane, 4)))

@@ -27,11 +27,12 @@ from headrace.backends.cpu.fast.kernels_attend import (
     block_size_of,
     fetch_unit,
     layer_of,
-    write_codes,
 )
+from headrace.backends.cpu.fast.kernels_attend_codes import write_codes
 from headrace.backends.cpu.fast.kernels_attend_pairs import write_pairs
 from headrace.backends.cpu.fast.kernels_attend_rows import PAIRS, fetch_run
 from headrace.backends.cpu.fast.kernels_coding import CODES, GROUP, ROWS_TOGETHER, coded_row
+from headrace.backends.cpu.fast.kernels_hadamard import hadamard_row
 from headrace.backends.cpu.fast.kernels_matmul import (
     ARGUMENT_BYTES,
     chunk_of,
@@ -119,13 +120,16 @@ def fetch_blocks(op, parameters, row, rows):  # type: ignore[no-untyped-def]
 
 @fast_kernel
 def run_rope_row(op, parameters, row, q, k, v):  # type: ignore[no-untyped-def]
-    """Rotate row `row` of q and k in place and write its keys and values."""
+    """Rotate row `row` of q and k in place, transform both for keys of 8 bits, and write keys and values."""
     heads, kv_heads, head_dim, half = op[at.COUNT], op[at.KV_COUNT], op[at.SIZE], op[at.FORM]
     position = np.int64(ints(parameters[at.POSITIONS], row + 1)[row])
     cosines = floats(op[at.POINTER] + position * half * 4, half)
     sines = floats(op[at.SECOND_POINTER] + position * half * 4, half)
     rotate_row(q, cosines, sines, half, heads, head_dim)
     rotate_row(k, cosines, sines, half, kv_heads, head_dim)
+    if parameters[at.KV_FORM] != PAIRS:
+        hadamard_row(q, heads * head_dim, head_dim)
+        hadamard_row(k, kv_heads * head_dim, head_dim)
     lane = slots_of(op, parameters)[row] % LANES
     for head in range(kv_heads):
         keys, values = block_of_row(op, parameters, row, head)

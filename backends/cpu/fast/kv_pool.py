@@ -19,7 +19,9 @@ import numpy as np
 
 from headrace.backends.cpu.fast.arena import address, make_resident, map_pages
 from headrace.backends.cpu.fast.intrinsics import LANES
+from headrace.backends.cpu.fast.kernels_attend_codes import SCALE_SHARE
 from headrace.backends.cpu.fast.kernels_attend_rows import CODES, PAIRS, block_bytes
+from headrace.backends.cpu.fast.kernels_hadamard import hadamard_rows, hadamard_run
 from headrace.backends.cpu.fast.layout import LAYER_FIELDS
 from headrace.types import KVGroupSpec
 
@@ -178,6 +180,7 @@ class FastKVPool:
                 codes.reshape(count, heads, -1) * scale[..., None]
                 for codes, scale in zip((keys, values), scales, strict=True)
             )
+            keys = (hadamard_rows(keys) / hadamard_run(chosen.head_dim)).astype(np.float32)
         return keys.reshape(count, heads, -1), values.reshape(count, heads, -1)
 
     def write_rows(
@@ -198,7 +201,8 @@ class FastKVPool:
             all_values[span, :, block, part, :, row // 2, :, row % 2] = columns
             return
         coded_keys, coded_values = _codes(chosen)
-        (key_codes, key_scales), (value_codes, value_scales) = _quantize(keys), _quantize(values)
+        mixed = hadamard_rows(keys).astype(np.float32)
+        (key_codes, key_scales), (value_codes, value_scales) = _quantize(mixed), _quantize(values)
         quads = (key_codes ^ 0x80).reshape(count, heads, -1, 4)
         coded_keys[span, :, block, part, :, row, :] = quads
         coded_columns = value_codes.reshape(count, heads, -1, LANES)
@@ -260,10 +264,10 @@ def _round(rows: NDArray[np.float32]) -> NDArray[np.uint16]:
 
 
 def _quantize(rows: NDArray[np.float32]) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-    """Return codes as u1 and scales [n, H]: what `row_scale` and `write_codes` of the kernels do."""
+    """Return codes as u1 and scales [n, H]: what `write_codes` of the kernels does."""
     largest = np.maximum(np.abs(rows).max(axis=-1), np.float32(1e-30))  # keeps a NaN
-    exact = (largest / np.float32(127.0)).astype(np.float32)
-    bits = (exact.view(np.uint32) + np.uint32(127)) & np.uint32(0xFFFFFF80)
+    exact = (largest * np.float32(SCALE_SHARE)).astype(np.float32)
+    bits = (exact.view(np.uint32) + np.uint32(255)) & np.uint32(0xFFFFFF00)
     scales = np.where(np.isnan(exact), exact, bits.view(np.float32))
     with np.errstate(invalid="ignore"):
         codes = np.clip(np.rint(rows * (np.float32(1.0) / scales)[..., None]), -127, 127)
