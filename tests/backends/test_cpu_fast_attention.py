@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numba
 import numpy as np
 import pytest
 from fast_beside_oracle import BLOCKS, both, settings_for
@@ -14,6 +15,8 @@ from numpy.typing import NDArray
 
 from headrace.backends.batches import SequenceStep, forward_batch
 from headrace.backends.cpu.fast import layout as at
+from headrace.backends.cpu.fast.arena import address
+from headrace.backends.cpu.fast.intrinsics import LANES, routine
 from headrace.backends.cpu.fast.kernels_attend import MAX_VECTORS, SEGMENT_ROWS
 from headrace.backends.cpu.fast.kernels_attend_plan import plan_items
 from headrace.backends.cpu.fast.runner import FastRunner
@@ -300,6 +303,48 @@ def test_broken_rows_reach_those_who_see_them_alone(kv_dtype: str, opened: Open)
     found = results(runner, chunk(40, 2, [4, 5, 6]), chunk(39, 1, [7, 8, 9]))
     assert np.isnan(found[:2]).all()
     np.testing.assert_array_equal(found[2], clean[79])
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("is_key", [True, False])
+@pytest.mark.parametrize("name", ["like SmolLM2", "capped"])
+def test_half_a_broken_row_is_told_too(
+    name: str, is_key: bool, kv_dtype: str, opened: Open
+) -> None:
+    """Q04: a score that is no number must not become a weight of nearly nothing."""
+    runner = opened(name, kv_dtype=kv_dtype)
+    results(runner, chunk(0, 40, [4, 5, 6]))
+    parts = list(runner.read_rows(0, [4 * 16 + 3]))
+    parts[0 if is_key else 1][..., 1] = np.nan
+    runner.write_rows(0, [4 * 16 + 3], *parts)
+    found = results(runner, chunk(40, 2, [4, 5, 6]))
+    broken = np.isnan(found).reshape(2, -1, SPECS[name][0].head_dim)
+    assert (broken.all(axis=-1) if is_key or kv_dtype == "int8" else broken[..., 1]).all()
+
+
+@routine()
+def raise_two(e: Any, x: Any, out: Any) -> None:
+    """out = 2**x, 16 numbers."""
+    e.store(e.exp2(e.load(x)), out)
+
+
+def test_powers_of_two_are_near_or_nothing_and_tell_what_is_no_number() -> None:
+    """What is hidden or as good as that weighs nothing, so that values of any size may stand there."""
+
+    @numba.njit  # type: ignore[untyped-decorator]
+    def powers(x: int, out: int, count: int) -> None:
+        for first in range(0, count, LANES):
+            raise_two(x + 4 * first, out + 4 * first)
+
+    x = np.linspace(-100, 20, 4096, dtype=np.float32)
+    out = np.empty_like(x)
+    powers(address(x), address(out), len(x))
+    np.testing.assert_allclose(out, np.exp2(x.astype(np.float64)), rtol=3e-6)
+    x = np.array([0, -100.1, -1e30, -np.inf, np.nan, -np.nan, 3, -3] * 2, np.float32)
+    out = np.empty_like(x)
+    powers(address(x), address(out), len(x))
+    np.testing.assert_array_equal(out[:4], [1, 0, 0, 0])
+    assert np.isnan(out[4:6]).all() and np.allclose(out[6:8], [8, 0.125], rtol=3e-6)
 
 
 # --- int8 -----------------------------------------------------------------------

@@ -25,7 +25,6 @@ from headrace.backends.cpu.fast.kernels_attend_codes import (
     blend_codes,
     query_codes,
     score_codes,
-    weigh_codes,
 )
 from headrace.backends.cpu.fast.kernels_attend_pairs import (
     NUMBER_BYTES,
@@ -33,7 +32,6 @@ from headrace.backends.cpu.fast.kernels_attend_pairs import (
     blend_pairs,
     query_pairs,
     score_pairs,
-    weigh_pairs,
 )
 from headrace.backends.cpu.fast.kernels_attend_rows import (
     BLENDED_AT_ONCE,
@@ -44,7 +42,14 @@ from headrace.backends.cpu.fast.kernels_attend_rows import (
     STATE_BYTES,
     block_bytes,
     fetch_run,
+)
+from headrace.backends.cpu.fast.kernels_attend_weigh import (
+    WEIGHED_AT_ONCE,
+    cap_scores,
+    hide_scores,
     join_partial,
+    weigh_codes,
+    weigh_pairs,
 )
 from headrace.backends.cpu.fast.kernels_hadamard import run_of
 from headrace.backends.cpu.fast.kernels_rowwise import copy_scaled
@@ -68,9 +73,17 @@ block_size_of = fast_kernel(block_bytes)
 """What the pool reckons with, for kernels."""
 
 
+def score_rows(num_vectors: int) -> int:
+    """How many rows of scores there are for vectors that are weighed four at once."""
+    return (num_vectors + WEIGHED_AT_ONCE - 1) // WEIGHED_AT_ONCE * WEIGHED_AT_ONCE
+
+
+_score_rows = fast_kernel(score_rows)
+
+
 def scratch_bytes(head_dim: int, ratio: int) -> int:
     """Return what one worker needs for an item: a table of runs, queries, sums, scores and states."""
-    vectors = max(MAX_VECTORS, ratio)
+    vectors = score_rows(max(MAX_VECTORS, ratio))
     each = NUMBER_BYTES * head_dim + QUERY_RECORD + 4 * head_dim + SCORE_ROW + STATE_BYTES
     return vectors * each + _TABLE_BYTES
 
@@ -188,11 +201,14 @@ def _list_runs(op, parameters, walked, whole, runs, used):  # type: ignore[no-un
     table = ints(table_at, (end_block + per_page - 1) // per_page)
     segment = max(first_block, whole * SEGMENT_BLOCKS)
     num_blocks = min((whole + 1) * SEGMENT_BLOCKS, end_block) - segment
+    page, part = segment // per_page, segment % per_page
     for i in range(num_blocks):
-        block = segment + i
-        page = np.int64(table[block // per_page])
-        address = block_at(layer, kv_head, page, block % per_page, (per_page, block_bytes))
+        shape = (per_page, block_bytes)
+        address = block_at(layer, kv_head, np.int64(table[page]), part, shape)
         runs[used + 2 * i], runs[used + 2 * i + 1] = address, address + block_bytes
+        part += 1
+        if part == per_page:
+            page, part = page + 1, 0
     used += 2 * num_blocks
     for i in range(used, TABLE_RUNS):
         runs[i] = runs[used - 1]
@@ -251,11 +267,20 @@ def _walk_segments(op, parameters, rows, walked, spans, following, places):  # t
                 fetch_run(runs[asked + num_blocks + vector], block_bytes)
             seen = row + vector // ratio + 1 - offset
             hidden = max(-offset, seen - window) if window > 0 else -offset
-            place, state = scores + vector * SCORE_ROW, states + vector * STATE_BYTES
+            if softcap > np.float32(0.0):
+                cap_scores(scores + vector * SCORE_ROW, num_blocks, softcap)
+            begin = 0 if hidden > 0 else max(0, seen) // LANES
+            if begin < num_blocks:
+                place = scores + vector * SCORE_ROW + begin * 4 * LANES
+                before = begin * LANES
+                hide_scores(place, num_blocks - begin, hidden - before, seen - before)
+        for first_one in range(0, num_vectors, WEIGHED_AT_ONCE):
+            together = min(WEIGHED_AT_ONCE, num_vectors - first_one)
+            place, state = scores + first_one * SCORE_ROW, states + first_one * STATE_BYTES
             if form == PAIRS:
-                weigh_pairs(place, num_blocks, hidden, seen, softcap, state)
+                weigh_pairs(place, together, num_blocks, state)
             else:
-                weigh_codes(place, num_blocks, hidden, seen, softcap, state, values, head_dim)
+                weigh_codes(place, together, num_blocks, state, values, head_dim)
         num_rows = min(num_blocks * LANES, row + count - offset)
         _blend(form, scores, values, ahead, num_rows, head_dim, totals, states, num_vectors)
         asked = min(asked, num_ahead)
@@ -293,7 +318,7 @@ def attend_unit(op, parameters, items_at, unit, following, places):  # type: ign
     queries = scratch + _TABLE_BYTES
     totals = queries + num_vectors * stride
     scores = totals + num_vectors * head_dim * 4
-    states = scores + num_vectors * SCORE_ROW
+    states = scores + _score_rows(num_vectors) * SCORE_ROW
     softcap = float_of_bits(np.int32(op[at.SECOND_NUMBER]))
     scale = float_of_bits(np.int32(op[at.NUMBER]))
     scale = scale if softcap > np.float32(0.0) else scale * _LOG2_E

@@ -24,33 +24,28 @@ from headrace.backends.cpu.fast.intrinsics import (
 from headrace.backends.cpu.fast.kernels_attend_rows import (
     BLENDED_AT_ONCE,
     FEW,
-    LOW,
     SCORE_ROW,
     STATE_BYTES,
+    STATE_SCALE,
+    WEIGHT_LOWS,
+    WEIGHT_STEP,
     by_count,
     fetch,
-    hide_and_find_top,
     in_columns,
-    join_segment,
     join_total,
     keys_of,
     run_at,
-    shift_of,
     some_at_a_time,
     spread_int,
-    weight_of,
 )
 
-QUERY_RECORD = 16
-"""After the codes of a query: scale f32, 128 * sum of codes i32."""
+QUERY_RECORD = 64
+"""After the codes of a query: scale f32, 128 * sum of codes i32; what follows begins a line."""
 CODES_AT_ONCE = (4, 3, 2, 1)
 """Numbers of vectors that share a read of the keys."""
 _HIGHEST_QUERY = 127 * 256.0
-_HIGHEST_WEIGHT = 127 * 128 + 127.0
 SCALE_SHARE = (1 - 2.0**-18) / 127
 """Of a row's largest number, before its scale is rounded up."""
-_BYTE_BLOCK = 2 * LANES
-"""Of one block's weights as codes: 16 high bytes, 16 low ones."""
 
 
 @routine()
@@ -75,27 +70,33 @@ def score_codes(
             for of_row in sums:
                 for total in (*of_row[0], *of_row[1]):
                     e.set(total, zero)
-            with e.loop(quads) as loop:
-                line, place = e.times(loop.index, 4 * LANES), e.times(loop.index, 4)
-                parts = [e.load(e.add(block, line), INTS) for block in here]
-                for run in following:
-                    fetch(e, e.add(run, line))
-                for run in next_one:
-                    fetch(e, e.add(run, line), again=True)
-                for index, of_row in enumerate(sums):
-                    for half, total in zip((rows, lows), of_row, strict=True):
-                        x = e.broadcast(e.load(e.add(half[index], place), I32))
-                        for part, slot in zip(parts, total, strict=False):
-                            e.set(slot, e.dot(e.get(slot), part, x, is_signed=True))
+            apart = 1 if known >= FEW else 2
+            with e.loop(builder.sdiv(quads, e.integer(apart))) as loop:
+                for turn in range(apart):
+                    quad = e.add(e.times(loop.index, apart), turn)
+                    line, place = e.times(quad, 4 * LANES), e.times(quad, 4)
+                    parts = [e.load(e.add(block, line), INTS) for block in here]
+                    for run in following:
+                        fetch(e, e.add(run, line))
+                    for run in next_one:
+                        fetch(e, e.add(run, line), again=True)
+                    for index, of_row in enumerate(sums):
+                        for half, total in zip((rows, lows), of_row, strict=True):
+                            x = e.broadcast(e.load(e.add(half[index], place), I32))
+                            for part, slot in zip(parts, total[turn:], strict=False):
+                                e.set(slot, e.dot(e.get(slot), part, x, is_signed=True))
             for run in following + next_one:
                 fetch(e, e.add(run, e.times(head_dim, LANES)))
             target = e.add(out, e.times(first, 4 * LANES))
             for index, (high, low) in enumerate(sums):
                 record = e.add(lows[index], head_dim)
                 scale = e.broadcast(e.load(record, F32))
+                highs, lows_ = ([e.get(slot) for slot in total] for total in (high, low))
+                if apart > 1:
+                    highs, lows_ = [builder.add(*highs)], [builder.add(*lows_)]
                 for i in range(together):
-                    whole = builder.shl(e.get(high[i]), e.fill(8, INTS))
-                    whole = builder.add(whole, e.get(low[i]))
+                    whole = builder.shl(highs[i], e.fill(8, INTS))
+                    whole = builder.add(whole, lows_[i])
                     if DOT_SHIFTS_SIGNED:
                         whole = builder.sub(whole, e.broadcast(e.load(record, I32, 4)))
                     row_scales = e.load(e.add(here[i], e.times(head_dim, LANES)))
@@ -106,43 +107,6 @@ def score_codes(
         some_at_a_time(e, num_blocks, 1 if known < FEW else 2, some)
 
     by_count(e, count, CODES_AT_ONCE, body)
-
-
-@routine(floats=("softcap",))
-def weigh_codes(
-    e: Any, scores: Any, num_blocks: Any, first: Any, last: Any, softcap: Any, state: Any,
-    values: Any, head_dim: Any,
-) -> None:  # fmt: skip
-    """What weigh_pairs does, with the scales of the values taken in: bytes and one scale for the segment.
-
-    The largest weight is found among their bits, where a NaN is the largest: it becomes the scale.
-    """
-    builder = e.builder
-    top = hide_and_find_top(e, scores, num_blocks, (first, last), softcap)
-    shift, added = shift_of(e, top), e.variable(e.fill(0.0))
-    most = e.variable(e.fill(0, INTS))
-    with e.loop(num_blocks) as loop:
-        place = e.add(scores, e.times(loop.index, 4 * LANES))
-        score = e.load(place)
-        weight = weight_of(e, score, shift)
-        e.set(added, builder.fadd(e.get(added), weight))
-        row_scales = e.load(e.add(keys_of(e, values, loop.index), e.times(head_dim, LANES)))
-        is_hidden = builder.fcmp_ordered("==", score, e.fill(LOW))
-        weight = builder.select(is_hidden, e.fill(0.0), builder.fmul(weight, row_scales))
-        e.store(weight, place)
-        bits = e.magnitude_bits(weight)
-        e.set(most, e.call("llvm.smax.v16i32", INTS, e.get(most), bits))
-    largest = e.largest_magnitude(e.get(most))
-    inverse = e.broadcast(builder.fdiv(F32(_HIGHEST_WEIGHT), largest))
-    with e.loop(num_blocks) as loop:
-        weight = e.load(e.add(scores, e.times(loop.index, 4 * LANES)))
-        code = e.to_int(builder.fmul(weight, inverse))
-        target = e.add(scores, e.times(loop.index, _BYTE_BLOCK))
-        high = builder.lshr(code, e.fill(7, INTS))
-        e.store(builder.trunc(high, BYTES), target)
-        e.store(builder.trunc(builder.and_(code, e.fill(127, INTS)), BYTES), target, LANES)
-    join_segment(e, state, top, e.sum_lanes(e.get(added)))
-    e.store(builder.fmul(largest, F32(1 / _HIGHEST_WEIGHT)), state, 16)
 
 
 @routine()
@@ -178,10 +142,10 @@ def blend_codes(
                 ):
                     for i in range(together):
                         fetch(e, e.add(e.add(run, place), column_bytes * i), again=again)
-                offset = e.add(e.times(index, _BYTE_BLOCK), e.times(quad, 4))
+                offset = e.add(e.times(index, WEIGHT_STEP), e.times(quad, 4))
                 for codes, of_vector in zip(places, sums, strict=True):
                     for half in range(2):
-                        code = e.load(e.add(codes, offset), I32, LANES * half)
+                        code = e.load(e.add(codes, offset), I32, WEIGHT_LOWS * half)
                         for part, total in zip(parts, of_vector, strict=False):
                             dot = e.dot(
                                 e.get(total[half]), e.broadcast(code), part, is_signed=False
@@ -202,7 +166,7 @@ def blend_codes(
             for index, of_vector in enumerate(sums):
                 row = e.add(target, builder.mul(stride, e.integer(index)))
                 state = e.add(states, STATE_BYTES * index)
-                scale = e.broadcast(e.load(state, F32, 16))
+                scale = e.broadcast(e.load(state, F32, STATE_SCALE))
                 for i, (high, low) in enumerate(of_vector[:together]):
                     whole = builder.shl(e.get(high), e.fill(7, INTS))
                     whole = builder.add(whole, e.get(low))

@@ -11,37 +11,30 @@ from typing import Any
 
 from llvmlite import ir
 
-from headrace.backends.cpu.fast import capability
 from headrace.backends.cpu.fast.intrinsics import (
     F32,
     HAS_BRAIN_DOT,
     I32,
     INTS,
     LANES,
-    LEVEL,
     SHORTS,
     routine,
 )
 from headrace.backends.cpu.fast.kernels_attend_rows import (
     BLENDED_AT_ONCE,
     FEW,
+    IS_LARGE,
     SCORE_ROW,
     STATE_BYTES,
     by_count,
     fetch,
-    hide_and_find_top,
     in_columns,
-    join_segment,
     join_total,
     keys_of,
     run_at,
-    shift_of,
     some_at_a_time,
-    weight_of,
 )
 
-IS_LARGE = capability.AVX512_VNNI == LEVEL
-"""Whether there are registers for 16 sums of 16 numbers; else for 8, or less."""
 PAIRS_AT_ONCE = (8, 4, 3, 2, 1) if IS_LARGE else (4, 3, 2, 1)
 """Numbers of vectors that share a read of the keys."""
 NUMBER_BYTES = 2 if HAS_BRAIN_DOT else 4
@@ -106,7 +99,7 @@ def _add_products(
                 e.set(total, e.fma(part, x, e.get(total)))
 
 
-def _store_numbers(e: Any, values: Any, target: Any, index: Any) -> None:
+def store_numbers(e: Any, values: Any, target: Any, index: Any) -> None:
     """Store 16 f32 as `_add_products` reads them, `index` such runs behind `target`."""
     values = e.narrow(values) if HAS_BRAIN_DOT else values
     e.store(values, e.add(target, e.times(index, NUMBER_BYTES * LANES)))
@@ -161,20 +154,6 @@ def score_pairs(
         some_at_a_time(e, num_blocks, 1 if is_one else _at_once(known, 2), some)
 
     by_count(e, count, PAIRS_AT_ONCE, body)
-
-
-@routine(floats=("softcap",))
-def weigh_pairs(
-    e: Any, scores: Any, num_blocks: Any, first: Any, last: Any, softcap: Any, state: Any
-) -> None:
-    """Turn one vector's scores into weights in their place; rows outside first .. last - 1 get 0."""
-    top = hide_and_find_top(e, scores, num_blocks, (first, last), softcap)
-    shift, added = shift_of(e, top), e.variable(e.fill(0.0))
-    with e.loop(num_blocks) as loop:
-        weight = weight_of(e, e.load(e.add(scores, e.times(loop.index, 4 * LANES))), shift)
-        e.set(added, e.builder.fadd(e.get(added), weight))
-        _store_numbers(e, weight, scores, loop.index)
-    join_segment(e, state, top, e.sum_lanes(e.get(added)))
 
 
 @routine()
@@ -249,4 +228,4 @@ def query_pairs(e: Any, x: Any, scale: Any, out: Any, head_dim: Any) -> None:
     spread = e.broadcast(scale)
     with e.loop(e.builder.sdiv(head_dim, e.integer(LANES))) as loop:
         value = e.builder.fmul(e.load(e.add(x, e.times(loop.index, 4 * LANES))), spread)
-        _store_numbers(e, value, out, loop.index)
+        store_numbers(e, value, out, loop.index)
