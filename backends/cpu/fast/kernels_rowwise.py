@@ -54,11 +54,23 @@ def add_rows(e: Any, x: Any, total: Any, size: Any) -> None:
 
 @routine("float")
 def sum_of_squares(e: Any, x: Any, size: Any) -> Any:
-    total = e.variable(e.fill(0.0))
-    with _vectors(e, size) as loop:
-        value = e.load(e.add(x, e.times(loop.index, _ROW)))
+    """In four sums, which do not wait for each other."""
+    totals = [e.variable(e.fill(0.0)) for _ in range(4)]
+
+    def add(total: Any, place: Any) -> None:
+        value = e.load(place)
         e.set(total, e.fma(value, value, e.get(total)))
-    return e.sum_lanes(e.get(total))
+
+    vectors = e.builder.sdiv(size, e.integer(LANES))
+    whole = e.builder.sdiv(vectors, e.integer(4))
+    with e.loop(whole) as loop:
+        place = e.add(x, e.times(loop.index, 4 * _ROW))
+        for number, total in enumerate(totals):
+            add(total, e.add(place, number * _ROW))
+    with e.loop(e.builder.srem(vectors, e.integer(4))) as loop:
+        add(totals[0], e.add(x, e.times(e.add(e.times(whole, 4), loop.index), _ROW)))
+    low, high = (e.builder.fadd(e.get(totals[i]), e.get(totals[i + 2])) for i in (0, 1))
+    return e.sum_lanes(e.builder.fadd(low, high))
 
 
 @routine(floats=("factor",))
