@@ -25,10 +25,11 @@ def memory_arithmetic(card: ModelCard) -> str:
     """Say how the memory is used: weights, KV bytes per token x context, how many requests fit."""
     pool_tokens = card.num_blocks * card.block_size
     per_request = card.kv_bytes_per_token * card.max_model_len
+    kept = f"in {card.kv_dtype}, " if card.kv_dtype else ""
     return (
         f"{card.name} ({card.architecture}, {card.backend}, {card.dtype}): "
         f"weights {human_bytes(card.weight_bytes)}; "
-        f"KV {human_bytes(card.kv_bytes_per_token)} per token x {card.max_model_len:,} tokens "
+        f"KV {kept}{human_bytes(card.kv_bytes_per_token)} per token x {card.max_model_len:,} tokens "
         f"= {human_bytes(per_request)} per full-length request; "
         f"pool {human_bytes(pool_tokens * card.kv_bytes_per_token)} "
         f"({pool_tokens:,} tokens in {card.num_blocks:,} blocks) "

@@ -374,5 +374,6 @@ def make_card(
         kv_bytes_per_token=memory.kv_bytes_per_block // settings.block_size,
         backend=config.model.backend.use,
         dtype=settings.dtype,
+        kv_dtype=memory.kv_dtype or settings.kv_dtype,
         created=int(time.time()),
     )

@@ -78,6 +78,7 @@ def resolve_engine(
     return EngineSettings(
         dtype=dtype,
         kv_dtype=dtype if engine.kv_dtype == "auto" else engine.kv_dtype,
+        may_choose_kv_dtype=engine.kv_dtype == "auto",
         num_threads=max(1, host.num_cpus // replicas) if threads == "auto" else threads,
         kv_memory_bytes=kv_memory,
         max_model_len=(trained_model_len or 4096) if max_model_len == "auto" else max_model_len,

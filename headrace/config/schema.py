@@ -92,7 +92,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dtype: DtypeName = "auto"
     """Activations and dense weights; auto: as the checkpoint stores them."""
     kv_dtype: KVDtypeName = "auto"
-    """Keys and values; auto: the same as dtype; int8, fp8 (GPUs): a scale per row and head, half the memory."""
+    """Keys and values; auto: as dtype, on CPUs int8 where it costs little; int8, fp8 (GPUs): half the size."""
     num_threads: Auto | Count = "auto"
     """Compute threads of one replica; auto: this host's CPUs shared by its replicas."""
     kv_memory: Auto | Bytes = "auto"

@@ -82,7 +82,7 @@ def measure_profile(
         "machine": {"cpu": cpu_name(), "num_threads": settings.num_threads},
         "engine": {
             "dtype": settings.dtype,
-            "kv_dtype": settings.kv_dtype,
+            "kv_dtype": memory.kv_dtype or settings.kv_dtype,
             "block_size": settings.block_size,
             "num_blocks": num_blocks,
             "max_model_len": settings.max_model_len,

@@ -13,6 +13,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     dtype: str = "bfloat16"
     """Activations and dense weights: float32, bfloat16 or float16."""
     kv_dtype: str = "bfloat16"
+    may_choose_kv_dtype: bool = False
+    """Whether it was `auto`: a backend may keep keys and values otherwise than `kv_dtype` says."""
     num_threads: int = 1
     kv_memory_bytes: int = 1 << 30
     max_model_len: int = 4096
@@ -47,6 +49,8 @@ class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
     kv_pool_bytes: int
     """0 before allocate."""
     available_bytes: int
+    kv_dtype: str = ""
+    """How keys and values are kept, where that is not what the settings say."""
 
 
 class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,6 +98,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes_per_token: int
     backend: str
     dtype: str
+    kv_dtype: str = ""
+    """How keys and values are kept."""
     created: int = 0
     """Unix seconds at which the replica became ready."""
 

@@ -20,13 +20,13 @@ from llvmlite import binding
 from headrace.backends.cpu.backend import CpuBackend
 from headrace.backends.cpu.fast import capability
 from headrace.backends.cpu.fast.capability import choose_level
-from headrace.backends.cpu.fast.runner import FastRunner, reason_against
+from headrace.backends.cpu.fast.runner import FastRunner, chosen_kv_dtype, reason_against
 from headrace.backends.runner import OpsRunner
 from headrace.clock import SystemClock
 from headrace.errors import ConfigError
 from headrace.group import SingleRank
 from headrace.testing.model_driver import open_checkpoint
-from headrace.types import EngineSettings
+from headrace.types import EngineSettings, KVGroupSpec
 
 FAST = EngineSettings(max_model_len=256)
 ALL = dict.fromkeys(
@@ -79,6 +79,37 @@ def test_an_unknown_level_is_named_with_the_known() -> None:
 def test_settings_it_cannot_serve_have_a_reason(changes: dict[str, Any], reason: str) -> None:
     found = reason_against(msgspec.structs.replace(FAST, **changes), SingleRank())
     assert found.startswith(reason) and bool(found) == bool(reason)
+
+
+@pytest.mark.parametrize(
+    ("changes", "head_dim", "kept"),
+    [
+        ({}, 64, "int8"),
+        ({}, 128, "int8"),
+        ({}, 256, "bfloat16"),
+        ({"activations": "precise"}, 64, "bfloat16"),
+        ({"activations": "int8"}, 64, "int8"),
+        ({"may_choose_kv_dtype": False}, 64, "bfloat16"),
+        ({"may_choose_kv_dtype": False, "kv_dtype": "int8"}, 256, "int8"),
+        ({"dtype": "float32", "kv_dtype": "float32"}, 64, "float32"),
+    ],
+)
+def test_keys_and_values_have_8_bits_where_that_may_be_chosen_and_costs_little(
+    changes: dict[str, Any], head_dim: int, kept: str
+) -> None:
+    settings = msgspec.structs.replace(FAST, **{"may_choose_kv_dtype": True, **changes})
+    groups = [
+        KVGroupSpec(name=f"{size}", layers=(i,), num_kv_heads=1, head_dim=size)
+        for i, size in enumerate((16, head_dim))
+    ]
+    assert chosen_kv_dtype(settings, groups) == kept
+
+
+def test_a_runner_says_how_it_keeps_keys_and_values(tiny_checkpoint: Callable[..., Path]) -> None:
+    settings = msgspec.structs.replace(FAST, may_choose_kv_dtype=True)
+    runner = FastRunner(open_checkpoint(tiny_checkpoint()), SingleRank(), settings)
+    assert runner.memory().kv_dtype == "int8"
+    runner.close()
 
 
 @pytest.mark.parametrize(

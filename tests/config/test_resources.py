@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+from typing import Literal
 
 import pytest
 
@@ -142,12 +143,13 @@ def test_what_is_given_is_kept() -> None:
         assert getattr(settings, name) == getattr(engine, name)
 
 
-def test_kv_dtype_follows_a_dtype_that_is_given() -> None:
-    engine = EngineConfig(dtype="float32")
-    assert (
-        resolve_engine(engine, replicas=1, stored_dtype="bfloat16", resources=HOST).kv_dtype
-        == "float32"
-    )
+@pytest.mark.parametrize(("given", "may_choose"), [("auto", True), ("float32", False)])
+def test_kv_dtype_follows_a_dtype_that_is_given(
+    given: Literal["auto", "float32"], may_choose: bool
+) -> None:
+    engine = EngineConfig(dtype="float32", kv_dtype=given)
+    settings = resolve_engine(engine, replicas=1, stored_dtype="bfloat16", resources=HOST)
+    assert (settings.kv_dtype, settings.may_choose_kv_dtype) == ("float32", may_choose)
 
 
 def test_max_model_len_auto_is_what_the_model_was_trained_for() -> None:

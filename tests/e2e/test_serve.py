@@ -50,7 +50,9 @@ def test_the_start_prints_arithmetic_url_and_a_curl_line_that_works(
     real_server: StartedServer,
 ) -> None:
     printed = "".join(real_server.output)
-    assert "per token x" in printed and "full-length requests fit" in printed
+    assert (
+        "KV in " in printed and "per token x" in printed and "full-length requests fit" in printed
+    )
     curl = next(line for line in real_server.output if line.strip().startswith("curl "))
     done = subprocess.run(curl, shell=True, capture_output=True, text=True, timeout=120)
     assert "data: [DONE]" in done.stdout

@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 
 MAX_HEAD_DIM = 512
 """More would overflow the 32-bit sums of int8 keys."""
+MAX_CHOSEN_HEAD_DIM = 128
+"""Wider heads lose three times as much by one scale for a row (docs/performance.md)."""
 
 
 def reason_against(settings: EngineSettings, group: Group) -> str:
@@ -61,6 +63,17 @@ def reason_against(settings: EngineSettings, group: Group) -> str:
     if group.size > 1:
         return f"{group.size} ranks share the model"
     return ""
+
+
+def chosen_kv_dtype(settings: EngineSettings, groups: Sequence[KVGroupSpec]) -> str:
+    """Return how keys and values are kept: in 8 bits where that may be chosen, and activations have 8 too."""
+    may_choose = settings.may_choose_kv_dtype and settings.kv_dtype == "bfloat16"
+    is_even = all(group.head_dim <= MAX_CHOSEN_HEAD_DIM for group in groups)
+    return (
+        "int8"
+        if may_choose and is_even and settings.activations != "precise"
+        else settings.kv_dtype
+    )
 
 
 class FastRunner:
@@ -86,7 +99,8 @@ class FastRunner:
         self._num_blocks = 0
         self._sampler = FastSampler(settings.num_threads)
         self._trial = BesideTrial()
-        self._form = FORMS[settings.kv_dtype]
+        self._kv_dtype = chosen_kv_dtype(settings, self._groups)
+        self._form = FORMS[self._kv_dtype]
         for spec in self._groups:
             if spec.head_dim % LANES or spec.head_dim > MAX_HEAD_DIM:
                 raise UnsupportedModel(
@@ -131,6 +145,7 @@ class FastRunner:
             kv_bytes_per_block=per_block,
             kv_pool_bytes=per_block * self._num_blocks,
             available_bytes=available_memory(),
+            kv_dtype=self._kv_dtype,
         )
 
     def allocate(self, num_blocks: int) -> None:
