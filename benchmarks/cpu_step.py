@@ -153,7 +153,7 @@ def main() -> None:
     parser.add_argument("--path", choices=("fast", "reference", "both"), default="both")
     parser.add_argument("--busy", type=int, default=0, help="neighbours that keep a core busy")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--kv-dtype", default="", help="as --dtype unless given")
+    parser.add_argument("--kv-dtype", default="", help="as served unless given")
     parser.add_argument("--contexts", type=int, nargs=2, help="compare a decode at two contexts")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--deterministic", action="store_true")
@@ -163,6 +163,7 @@ def main() -> None:
     settings = EngineSettings(
         dtype=arguments.dtype,
         kv_dtype=arguments.kv_dtype or arguments.dtype,
+        may_choose_kv_dtype=not arguments.kv_dtype,
         num_threads=arguments.threads,
         deterministic=arguments.deterministic,
         activations=arguments.activations,

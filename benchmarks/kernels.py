@@ -34,7 +34,7 @@ from headrace.backends.runner import OpsRunner
 from headrace.clock import SystemClock
 from headrace.group import SingleRank
 from headrace.interfaces import LoadedModel, Runner
-from headrace.types import EngineSettings, ForwardBatch
+from headrace.types import EngineSettings, ForwardBatch, MemoryReport
 
 CASES: Mapping[str, Callable[[], ForwardBatch]] = {
     "decode-1": lambda: decode(1, 0.0),
@@ -119,9 +119,12 @@ def noted_products(held: list[Product], activations: str) -> Iterator[None]:
 
 
 def work_of(
-    model: LoadedModel, products: Sequence[Product], batch: ForwardBatch
+    model: LoadedModel, products: Sequence[Product], batch: ForwardBatch, memory: MemoryReport
 ) -> dict[str, Work]:
-    """Return the work of each kind of operation, by the fast path's names."""
+    """Return the work of each kind of operation, by the fast path's names; memory: of the runner.
+
+    Keys and values of bytes meet queries and weights of two bytes each.
+    """
     rows, samples = len(batch.token_ids), len(batch.sample_rows)
     found: dict[str, Work] = defaultdict(Work)
     hidden, head = products[0].weight.in_size, products[-1].weight
@@ -136,10 +139,14 @@ def work_of(
             work.rate = "attention" if part.form == PLAIN else "integer"
     lengths, starts = batch.kv_lens[0], batch.query_starts
     attention = found["attention"]
-    attention.rate = "attention"
+    has_codes = memory.kv_dtype == "int8"
+    attention.rate = "integer" if has_codes else "attention"
+    groups = model.architecture.kv_groups()
+    numbers = sum(16 * len(g.layers) * g.num_kv_heads * g.head_dim for g in groups)
+    number_bytes = memory.kv_bytes_per_block / numbers
     of_heads = products[1].weight.in_size  # what the first layer's output product reads: all heads
-    for group in model.architecture.kv_groups():
-        row_bytes = 2 * 2 * group.num_kv_heads * group.head_dim
+    for group in groups:
+        row_bytes = number_bytes * group.num_kv_heads * group.head_dim
         for sequence, length in enumerate(lengths):
             count = int(starts[sequence + 1] - starts[sequence])
             seen = (
@@ -150,8 +157,9 @@ def work_of(
             attention.memory_bytes += len(group.layers) * seen * row_bytes
             before = int(length) - count
             pairs = sum(min(before + place + 1, seen) for place in range(count))
-            attention.multiplications += 2 * len(group.layers) * pairs * of_heads
-    layers = sum(len(group.layers) for group in model.architecture.kv_groups())
+            of_pair = 2 * of_heads * (2 if has_codes else 1)
+            attention.multiplications += len(group.layers) * pairs * of_pair
+    layers = sum(len(group.layers) for group in groups)
     inner = max(product.weight.in_size for product in products[:-1])
     found["norm"].cache_bytes = 16.0 * rows * hidden * (2 * layers + 1)
     found["quantize"].cache_bytes = 6.0 * rows * hidden * layers
@@ -277,8 +285,9 @@ def main() -> None:
     threads = options.threads
     machine = measure_machine(threads)
     settings = EngineSettings(
-        num_threads=threads, max_model_len=4096, activations=options.activations
-    )
+        num_threads=threads, max_model_len=4096, activations=options.activations,
+        may_choose_kv_dtype=True,
+    )  # fmt: skip
     CpuBackend.open(0, None, SystemClock())
     model = load(options.model)
     from headrace.backends.cpu.fast.runner import FastRunner
@@ -302,14 +311,14 @@ def main() -> None:
             print(f"{name}, fast path")
             times = fast_times(fast, batch)
             times["sample"] *= threads
-            show(times, work_of(model, products, batch), machine, threads)
+            show(times, work_of(model, products, batch, fast.memory()), machine, threads)
         if slow is not None:
             print(f"{name}, reference path")
             times = {
                 key: threads * value for key, value in reference_times(slow, ops, batch).items()
             }
             whole = [replace(product, plan=None) for product in products]
-            show(times, work_of(model, whole, batch), machine, threads)
+            show(times, work_of(model, whole, batch, slow.memory()), machine, threads)
     for runner in (fast, slow):
         if runner is not None:
             runner.close()

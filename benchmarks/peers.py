@@ -32,6 +32,7 @@ from tokenizers import Tokenizer
 
 from headrace.load import WORDS
 from headrace.load.profile import cpu_name
+from headrace.types import EngineSettings, KVGroupSpec
 
 FILES = {"smollm2": ("smollm2.gguf", "smollm2-hf"), "gemma3": ("gemma3-270m.gguf", "gemma3-hf")}
 OUTPUT = 96
@@ -172,10 +173,16 @@ def conclude_contexts(bench: Bench, peer: str, model: str) -> None:
 
 
 def kv_bytes_per_token(checkpoint: Path) -> int:
-    """Return the bytes of one token's keys and values in bfloat16, in all layers."""
+    """Return the bytes of one token's keys and values in all layers, as they are served by default."""
+    from headrace.backends.cpu.fast.kv_pool import FORMS, bytes_per_block
+    from headrace.backends.cpu.fast.runner import chosen_kv_dtype
+
     config = json.loads((checkpoint / "config.json").read_text())
-    heads = config["num_key_value_heads"] * config["head_dim"]
-    return int(2 * 2 * config["num_hidden_layers"] * heads)
+    layers = tuple(range(config["num_hidden_layers"]))
+    shape = {"num_kv_heads": config["num_key_value_heads"], "head_dim": config["head_dim"]}
+    groups = [KVGroupSpec(name="all", layers=layers, **shape)]
+    form = FORMS[chosen_kv_dtype(EngineSettings(may_choose_kv_dtype=True), groups)]
+    return bytes_per_block(groups, 16, form) // 16
 
 
 def measure_starts(bench: Bench, model: str) -> None:

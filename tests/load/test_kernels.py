@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.types import KVGroupSpec
+from headrace.types import KVGroupSpec, MemoryReport
 
 BENCHMARKS = pathlib.Path(__file__).parent.parent.parent / "benchmarks"
 WINDOW = KVGroupSpec(name="window", layers=(1,), num_kv_heads=2, head_dim=32, sliding_window=8)
@@ -34,6 +34,14 @@ def test_the_larger_of_bytes_and_arithmetic_bounds_an_operation(kernels: Any) ->
     assert work.seconds(machine) == (48.0, "arithmetic")
 
 
+def memory_of(bytes_per_token: int, kv_dtype: str) -> MemoryReport:
+    """What a runner says that keeps blocks of 16 tokens."""
+    return MemoryReport(
+        weight_bytes=0, kv_bytes_per_block=16 * bytes_per_token, kv_pool_bytes=0, available_bytes=0,
+        kv_dtype=kv_dtype,
+    )  # fmt: skip
+
+
 def test_the_work_of_a_step_is_that_of_its_weights_and_visible_rows(
     kernels: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -48,7 +56,9 @@ def test_the_work_of_a_step_is_that_of_its_weights_and_visible_rows(
     monkeypatch.setattr(kernels, "WIDE_IS_SHORT", False)
     narrow, half = (SimpleNamespace(num_wide=wide, groups=range(2)) for wide in (0, 1))
     products = [kernels.Product(product, False, narrow)] * 2 + [kernels.Product(head, True, half)]
-    found = kernels.work_of(model, products, kernels.decode(2, 0.0, 99))
+    batch, per_token = kernels.decode(2, 0.0, 99), 3 * 2 * 32  # numbers in all layers
+    memory = memory_of(per_token * 2 * 2, "")
+    found = kernels.work_of(model, products, batch, memory)
     linear = found["linear 64 x 32"]
     # two products of 64 x 32 and the first third of the head, each for two rows
     assert linear.memory_bytes == 2 * 1000 + 1000
@@ -57,6 +67,10 @@ def test_the_work_of_a_step_is_that_of_its_weights_and_visible_rows(
     rows = 2 * (2 * 100 + 8)  # two sequences; two layers see all, one its window
     assert found["attention"].memory_bytes == rows * 2 * 2 * 2 * 32
     assert found["attention"].multiplications == 2 * rows * 64
+    found = kernels.work_of(model, products, batch, memory_of(per_token * 2, "int8"))
+    assert found["attention"].memory_bytes == rows * 2 * 2 * 32
+    assert found["attention"].multiplications == 2 * 2 * rows * 64, "two bytes of a query each"
+    assert found["attention"].rate == "integer"
 
 
 def test_calls_of_the_reference_path_are_timed_by_name_and_width(kernels: Any) -> None:
