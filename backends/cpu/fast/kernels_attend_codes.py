@@ -91,12 +91,12 @@ def score_codes(
             for index, (high, low) in enumerate(sums):
                 record = e.add(lows[index], head_dim)
                 scale = e.broadcast(e.load(record, F32))
-                highs, lows_ = ([e.get(slot) for slot in total] for total in (high, low))
+                of_halves = [[e.get(slot) for slot in total] for total in (high, low)]
                 if apart > 1:
-                    highs, lows_ = [builder.add(*highs)], [builder.add(*lows_)]
+                    of_halves = [[builder.add(*found)] for found in of_halves]
                 for i in range(together):
-                    whole = builder.shl(highs[i], e.fill(8, INTS))
-                    whole = builder.add(whole, lows_[i])
+                    whole = builder.shl(of_halves[0][i], e.fill(8, INTS))
+                    whole = builder.add(whole, of_halves[1][i])
                     if DOT_SHIFTS_SIGNED:
                         whole = builder.sub(whole, e.broadcast(e.load(record, I32, 4)))
                     row_scales = e.load(e.add(here[i], e.times(head_dim, LANES)))

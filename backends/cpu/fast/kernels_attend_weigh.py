@@ -12,10 +12,10 @@ from typing import Any
 
 from llvmlite import ir
 
-from headrace.backends.cpu.fast import capability
-from headrace.backends.cpu.fast.intrinsics import BYTES, F32, I32, INTS, LANES, LEVEL, routine
+from headrace.backends.cpu.fast.intrinsics import BYTES, F32, I32, INTS, LANES, routine
 from headrace.backends.cpu.fast.kernels_attend_pairs import store_numbers
 from headrace.backends.cpu.fast.kernels_attend_rows import (
+    IS_LARGE,
     LOW,
     SCORE_ROW,
     STATE_BYTES,
@@ -24,6 +24,7 @@ from headrace.backends.cpu.fast.kernels_attend_rows import (
     WEIGHT_STEP,
     join_total,
     keys_of,
+    spread_int,
 )
 from headrace.backends.cpu.fast.reductions import (
     larger_float,
@@ -33,8 +34,7 @@ from headrace.backends.cpu.fast.reductions import (
 )
 
 WEIGHED_AT_ONCE = 4
-_IS_LARGE = capability.AVX512_VNNI == LEVEL
-_TOGETHER = WEIGHED_AT_ONCE if _IS_LARGE else 1
+_TOGETHER = WEIGHED_AT_ONCE if IS_LARGE else 1
 """Vectors that share a loop, as far as there are registers."""
 _FLOATS4, _INTS4 = ir.VectorType(F32, 4), ir.VectorType(I32, 4)
 _ROW = 4 * LANES
@@ -56,12 +56,11 @@ def cap_scores(e: Any, scores: Any, num_blocks: Any, softcap: Any) -> None:
 def hide_scores(e: Any, scores: Any, num_blocks: Any, first: Any, last: Any) -> None:
     """Give one vector's rows outside first .. last - 1 the lowest score."""
     builder = e.builder
-    low, high = (e.broadcast(builder.trunc(end, I32)) for end in (first, last))
+    low, high = spread_int(e, first), spread_int(e, last)
     lanes = ir.Constant(INTS, list(range(LANES)))
     with e.loop(num_blocks) as loop:
         place = e.add(scores, e.times(loop.index, _ROW))
-        begin = e.broadcast(builder.trunc(e.times(loop.index, LANES), I32))
-        row = builder.add(lanes, begin)
+        row = builder.add(lanes, spread_int(e, e.times(loop.index, LANES)))
         is_seen = builder.and_(
             builder.icmp_signed(">=", row, low), builder.icmp_signed("<", row, high)
         )
@@ -114,7 +113,7 @@ def weigh_codes(
 def _store_codes(e: Any, target: Any, num_blocks: Any, inverse: Any) -> None:
     """Write one vector's weights as 128 * high + low over the weights themselves, in two bytes each."""
     builder = e.builder
-    at_once = 4 if _IS_LARGE else 1
+    at_once = 4 if IS_LARGE else 1
     last = builder.sub(num_blocks, e.integer(1))
     with e.loop(builder.sdiv(e.add(num_blocks, at_once - 1), e.integer(at_once))) as loop:
         first = e.times(loop.index, at_once)
@@ -127,7 +126,7 @@ def _store_codes(e: Any, target: Any, num_blocks: Any, inverse: Any) -> None:
         highs = [builder.lshr(code, e.fill(7, INTS)) for code in codes]
         lows = [builder.and_(code, e.fill(127, INTS)) for code in codes]
         for parts, offset in ((highs, 0), (lows, WEIGHT_LOWS)):
-            joined = e.join_bytes(parts) if _IS_LARGE else builder.trunc(parts[0], BYTES)
+            joined = e.join_bytes(parts) if IS_LARGE else builder.trunc(parts[0], BYTES)
             e.store(joined, e.add(target, e.times(first, WEIGHT_STEP)), offset)
 
 

@@ -68,12 +68,10 @@ def reason_against(settings: EngineSettings, group: Group) -> str:
 def chosen_kv_dtype(settings: EngineSettings, groups: Sequence[KVGroupSpec]) -> str:
     """Return how keys and values are kept: in 8 bits where that may be chosen, and activations have 8 too."""
     may_choose = settings.may_choose_kv_dtype and settings.kv_dtype == "bfloat16"
+    if not may_choose or settings.activations == "precise":
+        return settings.kv_dtype
     is_even = all(group.head_dim <= MAX_CHOSEN_HEAD_DIM for group in groups)
-    return (
-        "int8"
-        if may_choose and is_even and settings.activations != "precise"
-        else settings.kv_dtype
-    )
+    return "int8" if is_even else settings.kv_dtype
 
 
 class FastRunner:
