@@ -119,18 +119,20 @@ class Watchdog:
 
     def _watch(self) -> None:
         num_idle = 0
-        num_collections = _num_full_collections()
+        now, num_collections = _time_and_num_full_collections()
         while num_idle < _IDLE_TICKS or not self._may_end():
-            start = time.perf_counter()
             time.sleep(_TICK_SECONDS)
-            before, num_collections = num_collections, _num_full_collections()
-            lost = time.perf_counter() - start  # with the tick: a call may have begun at its end
+            before, collected_before = now, num_collections
+            now, num_collections = _time_and_num_full_collections()
             under_way = list(self._calls.items())
             num_idle = 0 if under_way else num_idle + 1
             for thread_id, call in under_way:
-                if num_collections != before:  # they are the whole process's and stop everybody
+                if (
+                    num_collections != collected_before
+                ):  # they are the whole process's and stop everybody
+                    lost = now - before  # with the tick: a call may have begun at its end
                     call.deadline = min(call.deadline + lost, call.latest)
-                self._look_after(thread_id, call, time.perf_counter())
+                self._look_after(thread_id, call, now)
 
     def _may_end(self) -> bool:
         """Whether this thread can end: a call that came meanwhile has started another one, or none came."""
@@ -165,6 +167,15 @@ class Watchdog:
 def _num_full_collections() -> int:
     """Return how often all garbage was collected, which takes as long as the process is large."""
     return int(gc.get_stats()[-1]["collections"])
+
+
+def _time_and_num_full_collections() -> tuple[float, int]:
+    """Return both as they were at one moment: a collection between two readings would be held against calls."""
+    while True:
+        num_collections = _num_full_collections()
+        now = time.perf_counter()
+        if _num_full_collections() == num_collections:
+            return now, num_collections
 
 
 def _raise_in(thread_id: int, kind: type[BaseException]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import structlog
 
+from headrace import policy_watchdog
 from headrace.policies.scheduling.fcfs import FirstComeFirstServed
 from headrace.policy_guard import GuardLimits, SchedulingGuard
 from headrace.policy_watchdog import PolicyTimeout, Watchdog
@@ -161,12 +162,37 @@ def test_the_builtin_decides_for_a_policy_that_does_not_come_back() -> None:
 
 def test_collecting_garbage_is_not_held_against_a_call(watchdog: Watchdog) -> None:
     """A collection stops every thread for as long as the process is large: here, longer than the limit."""
-    garbage = [[number] for number in range(1_000_000)]
-    start = time.perf_counter()
-    gc.collect()
-    limit = (time.perf_counter() - start) / 3
-    assert watchdog.call(gc.collect, (), limit) >= 0
-    assert len(garbage) == 1_000_000
+    gc.freeze()  # what other tests left in this process would take longer than is granted
+    try:
+        garbage = [[number] for number in range(1_000_000)]
+        start = time.perf_counter()
+        gc.collect()
+        limit = (time.perf_counter() - start) / 3
+        assert watchdog.call(gc.collect, (), limit) >= 0
+        assert len(garbage) == 1_000_000
+    finally:
+        gc.unfreeze()
+
+
+def test_a_collection_between_two_readings_of_the_watchdog_is_counted_with_its_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The number from before a collection with the time from after it would hold it against a call."""
+    counts, read_at = iter([3, 4, 4, 4]), []
+    count, here = policy_watchdog._num_full_collections, threading.get_ident()
+
+    def one_collection_after_the_first_reading() -> int:
+        if threading.get_ident() != here:  # another test's watchdog, on its way out
+            return count()
+        read_at.append(time.perf_counter())
+        return next(counts)
+
+    monkeypatch.setattr(
+        policy_watchdog, "_num_full_collections", one_collection_after_the_first_reading
+    )
+    now, num_collections = policy_watchdog._time_and_num_full_collections()
+    assert num_collections == 4
+    assert read_at[2] <= now <= read_at[3]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
