@@ -36,6 +36,8 @@ RANGE = np.float32(32.0)
 _LOWEST = np.float32(-np.inf)
 _U32 = np.uint64(0xFFFFFFFF)
 _STEP = 2.0**-23
+_inlined = kernel(inline="always")
+"""For what has one caller: it is optimized once, not again in every caller of its caller."""
 
 
 @kernel()
@@ -92,7 +94,7 @@ def _score(logit, best_logit, temperature, word):  # type: ignore[no-untyped-def
     return s - math.log(-math.log(u))
 
 
-@kernel()
+@_inlined
 def _may_win(weights, words, factor):  # type: ignore[no-untyped-def]
     """Whether a token of the group may beat the best score, whose exponential `factor` is."""
     found = 0
@@ -102,7 +104,7 @@ def _may_win(weights, words, factor):  # type: ignore[no-untyped-def]
     return found != 0
 
 
-@kernel()
+@_inlined
 def _draw_noisy(row, weights, best, temperature, position, seed):  # type: ignore[no-untyped-def]
     """The argmax of s + noise over tokens whose weight is above 0. `best` is the best logit's id."""
     words = np.empty(GROUP, np.int32)
@@ -137,7 +139,7 @@ def _comes_before(row, a, b):  # type: ignore[no-untyped-def]
     return row[a] > row[b] or (row[a] == row[b] and a < b)
 
 
-@kernel()
+@_inlined
 def _sort_ids(row, ids):  # type: ignore[no-untyped-def]
     """Sort ids by (logit descending, id ascending): a heap sort, in place."""
     n = len(ids)
@@ -190,7 +192,7 @@ def _drop_after(row, weights, last):  # type: ignore[no-untyped-def]
             weights[i] = np.float32(-1.0)
 
 
-@kernel()
+@_inlined
 def _keep_top_k(row, weights, best_logit, per_unit, top_k):  # type: ignore[no-untyped-def]
     counts = np.zeros(BINS, np.int64)
     for i in range(len(row)):
@@ -204,17 +206,17 @@ def _keep_top_k(row, weights, best_logit, per_unit, top_k):  # type: ignore[no-u
         before += counts[index]
 
 
-@kernel()
+@_inlined
 def _keep_top_p(row, weights, best_logit, per_unit, temperature, top_p):  # type: ignore[no-untyped-def]
     masses = np.zeros(BINS, np.float64)
     for i in range(len(row)):
         if weights[i] > np.float32(0.0):
             masses[_bin_of(row[i], best_logit, per_unit)] += np.float64(weights[i])
     total = masses.sum()
-    mass, before, chosen = 0.0, 0.0, 0
+    mass, before, chosen = 0.0, 0.0, np.int64(0)
     for index in range(BINS):
         if masses[index] > 0.0 and (index == 0 or mass / total < top_p):
-            before, chosen = mass, index
+            before, chosen = mass, np.int64(index)
         mass += masses[index]
     ids = _ids_in_bin(row, weights, best_logit, per_unit, chosen, np.float32(1e-38))
     last = ids[0]
@@ -227,7 +229,7 @@ def _keep_top_p(row, weights, best_logit, per_unit, temperature, top_p):  # type
     _drop_after(row, weights, last)
 
 
-@kernel()
+@_inlined
 def _filter(row, weights, best_logit, temperature, top_k, top_p, min_p):  # type: ignore[no-untyped-def]
     """Set the weights of tokens that a filter drops to -1."""
     if 0 < top_k < len(row) or top_p < np.float32(1.0):
@@ -258,13 +260,13 @@ def _draw(row, weights, best, temperature, top_k, top_p, min_p, position, seed):
     return _draw_noisy(row, weights, best, temperature, position, seed)
 
 
-@kernel()
+@_inlined
 def _adjust(row, bias_ids, bias_values):  # type: ignore[no-untyped-def]
     for i in range(len(bias_ids)):
         row[bias_ids[i]] += bias_values[i]
 
 
-@kernel()
+@_inlined
 def _penalize(row, ids, counts, presence, frequency, repetition):  # type: ignore[no-untyped-def]
     for i in range(len(ids)):
         value = row[ids[i]]
@@ -275,7 +277,7 @@ def _penalize(row, ids, counts, presence, frequency, repetition):  # type: ignor
         row[ids[i]] = value
 
 
-@kernel()
+@_inlined
 def _apply_mask(row, bits):  # type: ignore[no-untyped-def]
     for i in range(len(row)):
         if not (bits[i // 32] >> np.int32(i % 32)) & np.int32(1):
@@ -290,7 +292,7 @@ def _sum_exp(values, largest):  # type: ignore[no-untyped-def]
     return total
 
 
-@kernel()
+@_inlined
 def _log_sum_exp(row, best_logit):  # type: ignore[no-untyped-def]
     """Sums of 256 in f32, their sum in float64: 1e-6 of the total at most."""
     total = 0.0
@@ -299,7 +301,7 @@ def _log_sum_exp(row, best_logit):  # type: ignore[no-untyped-def]
     return np.float64(best_logit) + math.log(total)
 
 
-@kernel()
+@_inlined
 def _list_best(row, count, ids):  # type: ignore[no-untyped-def]
     """ids[:count] = the best tokens, best first, ties by lower id."""
     held = 0
@@ -314,7 +316,7 @@ def _list_best(row, count, ids):  # type: ignore[no-untyped-def]
         held = min(held + 1, count)
 
 
-@kernel()
+@_inlined
 def sample_row(  # type: ignore[no-untyped-def]
     r, raw, scratch, floats_of, ints_of, longs_of, seeds, history_ids, history_counts, bias_ids, bias_values,
     mask, token_ids, failed, logprobs, top_ids, top_logprobs,
@@ -335,7 +337,8 @@ def sample_row(  # type: ignore[no-untyped-def]
         first, last = ints_of[r, 3], ints_of[r, 4]
         if len(mask) > 0 or bias_last > bias_first or last > first:
             row = scratch[:vocab]
-            row[:] = raw
+            for i in range(vocab):
+                row[i] = raw[i]
             if len(mask) > 0:
                 _apply_mask(row, mask)
             _adjust(row, bias_ids[bias_first:bias_last], bias_values[bias_first:bias_last])

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from headrace.backends.cpu.fast import first_start
-from headrace.backends.cpu.fast.first_start import FirstStart, attention_types
-from headrace.backends.cpu.fast.kernels_attend import attend_unit
+from headrace.backends.cpu.fast.first_start import FirstStart
 from headrace.backends.cpu.fast.packing import UnsupportedModel
 from headrace.backends.cpu.fast.runner import FastRunner
 from headrace.group import SingleRank
@@ -21,22 +20,21 @@ from headrace.testing.model_driver import open_checkpoint
 from headrace.types import EngineSettings
 
 
-def test_attention_is_compiled_for_what_it_is_called_with(
+def test_what_is_compiled_apart_is_looked_for_under_the_name_that_it_is_kept_by(
     tiny_checkpoint: Callable[..., Path],
 ) -> None:
     model = open_checkpoint(tiny_checkpoint("llama"))
     runner = FastRunner(model, SingleRank(), EngineSettings(num_threads=1, max_model_len=256))
     runner.allocate(8)
     runner.close()
-    kept = attend_unit._cache._cache_file._load_index()  # type: ignore[attr-defined]
-    assert {signature for signature, *_ in kept} == {attention_types()}
+    first_start.compile_apart()
+    assert [name for name in first_start._NAMES if not first_start._is_there(name)] == []
 
 
 def test_a_warm_cache_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first_start, "_is_there", lambda name: True)
     monkeypatch.setattr("subprocess.Popen", pytest.fail)
     start = FirstStart()
-    start.wait_for_attention()
     start.close()
 
 
@@ -47,7 +45,6 @@ def test_a_process_that_fails_holds_nobody_up(
     monkeypatch.setattr(first_start, "_is_there", lambda name: False)
     monkeypatch.setattr(sys, "executable", command)
     start = FirstStart()
-    start.wait_for_attention()
     start.close()
     start.close()
 

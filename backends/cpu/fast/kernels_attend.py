@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from headrace.backends.cpu.fast import layout as at
-from headrace.backends.cpu.fast.compiled import fast_kernel
+from headrace.backends.cpu.fast.compiled import fast_kernel, inlined_kernel
 from headrace.backends.cpu.fast.intrinsics import LANES
 from headrace.backends.cpu.fast.intrinsics_threads import atomic_add
 from headrace.backends.cpu.fast.kernels_attend_codes import (
@@ -47,7 +47,7 @@ from headrace.backends.cpu.fast.kernels_attend_weigh import (
     WEIGHED_AT_ONCE,
     cap_scores,
     hide_scores,
-    join_partial,
+    join_partials,
     weigh_codes,
     weigh_pairs,
 )
@@ -67,6 +67,8 @@ TABLE_RUNS = 6 * SEGMENT_BLOCKS
 """Entries of a table of runs: where each block's keys and its values are, one after the other, of a segment
 and of the one after it. The last is there several times, for those who ask for more than there is."""
 _TABLE_BYTES = 8 * TABLE_RUNS
+NUM_ARGUMENTS = 6
+"""Of attend_unit, in memory (see kernels_attend_unit)."""
 _LOW = -float("inf")
 _LOG2_E = np.float32(1.4426950408889634)
 block_size_of = fast_kernel(block_bytes)
@@ -106,15 +108,16 @@ def block_at(layer, head, page, part, shape):  # type: ignore[no-untyped-def]
 
 
 @fast_kernel
-def _reset(states, totals, num_vectors, head_dim):  # type: ignore[no-untyped-def]
+def _reset(totals, num_vectors, head_dim):  # type: ignore[no-untyped-def]
+    """Let sums of vectors, and their states behind them, be those of nothing."""
     floats(totals, num_vectors * head_dim)[:] = np.float32(0.0)
-    state = floats(states, num_vectors * (STATE_BYTES // 4))
+    state = floats(totals + num_vectors * head_dim * 4, num_vectors * (STATE_BYTES // 4))
     state[:] = np.float32(0.0)
     for vector in range(num_vectors):
         state[vector * (STATE_BYTES // 4)] = np.float32(_LOW)
 
 
-@fast_kernel
+@inlined_kernel
 def _score(form, queries, stride, head_dim, blocks, ahead, num_blocks, scores, count):  # type: ignore[no-untyped-def]
     """Scores of `count` vectors with a segment: as many at once as there are routines for."""
     done = 0
@@ -131,7 +134,7 @@ def _score(form, queries, stride, head_dim, blocks, ahead, num_blocks, scores, c
             done += most
 
 
-@fast_kernel
+@inlined_kernel
 def _blend(form, scores, values, ahead, num_rows, head_dim, totals, states, count):  # type: ignore[no-untyped-def]
     done = 0
     for most in BLENDED_AT_ONCE:
@@ -146,10 +149,22 @@ def _blend(form, scores, values, ahead, num_rows, head_dim, totals, states, coun
             done += most
 
 
-@fast_kernel
-def _write_result(out, out_stride, ratio, head_dim, num_vectors, totals, states):  # type: ignore[no-untyped-def]
+@inlined_kernel
+def _join_part(totals, part, num_vectors, head_dim):  # type: ignore[no-untyped-def]
+    """Let sums of vectors over a segment, and their states behind them, join the totals."""
+    size, behind = head_dim * 4, num_vectors * head_dim * 4
+    for first in range(0, num_vectors, WEIGHED_AT_ONCE):
+        join_partials(
+            part + first * size, part + behind + first * STATE_BYTES, head_dim,
+            totals + first * size, totals + behind + first * STATE_BYTES,
+            min(WEIGHED_AT_ONCE, num_vectors - first),
+        )  # fmt: skip
+
+
+@inlined_kernel
+def _write_result(out, out_stride, ratio, head_dim, num_vectors, totals):  # type: ignore[no-untyped-def]
     """Divide by the sums of weights; a query that saw nothing gets zeros."""
-    state = floats(states, num_vectors * (STATE_BYTES // 4))
+    state = floats(totals + num_vectors * head_dim * 4, num_vectors * (STATE_BYTES // 4))
     for vector in range(num_vectors):
         total = state[vector * (STATE_BYTES // 4) + 1]
         share = np.float32(1.0) / total if total > np.float32(0.0) else np.float32(0.0)
@@ -216,18 +231,14 @@ def _list_runs(op, parameters, walked, whole, runs, used):  # type: ignore[no-un
 
 
 @fast_kernel
-def _list_next(op, parameters, walked, spans, whole, following, runs, used):  # type: ignore[no-untyped-def]
-    """Write the runs of the segment after `whole`, of this unit or of its follower, behind `used`; return their
-    number."""
-    if whole + 1 < spans[1]:
-        return 2 * _list_runs(op, parameters, walked, whole + 1, runs, used)[1]
-    items_at, unit = following
+def _list_first(op, parameters, items_at, unit, runs, used):  # type: ignore[no-untyped-def]
+    """Write the runs of a unit's first segment behind `used`; return their number."""
     if unit < 0:
         return 0
     item, kv_head = unit_of(op, items_at, unit)
     table_at, _, _, first_block, end_block = _rows_of(op, parameters, item)
-    next_walked = (table_at, kv_head, first_block, end_block)
-    return 2 * _list_runs(op, parameters, next_walked, item[at.FIRST_SEGMENT], runs, used)[1]
+    walked = (table_at, kv_head, first_block, end_block)
+    return 2 * _list_runs(op, parameters, walked, item[at.FIRST_SEGMENT], runs, used)[1]
 
 
 @fast_kernel
@@ -239,23 +250,26 @@ def _fetch_until(runs, asked, wanted, block_bytes):  # type: ignore[no-untyped-d
     return asked
 
 
-@fast_kernel
+@inlined_kernel
 def _walk_segments(op, parameters, rows, walked, spans, following, places):  # type: ignore[no-untyped-def]
-    """Let the segments first .. last - 1 join the sums; with a step between sums, each has its own."""
+    """Let the segments first .. last - 1 join the sums; with a step from sums to sums, each has its own."""
     head_dim, ratio = op[at.SIZE], op[at.COUNT] // op[at.KV_COUNT]
     window, form = op[at.FORM], parameters[at.KV_FORM]
     softcap = float_of_bits(np.int32(op[at.SECOND_NUMBER]))
     row, count = rows
-    first, last, is_shared = spans
+    first, last, step = spans
     blocks, queries, stride, scores, totals, states = places
     num_vectors = count * ratio
     block_bytes = block_size_of(head_dim, form)
     runs, values = longs(blocks, TABLE_RUNS), blocks + 8
-    segment, num_blocks = _list_runs(op, parameters, walked, first, runs, 0)
+    segment, num_blocks = _list_runs(op, parameters, walked, first, runs, np.int64(0))
     asked = min(LEAD_RUNS, 2 * num_blocks)
     for whole in range(first, last):
         num_runs = 2 * num_blocks
-        num_ahead = _list_next(op, parameters, walked, spans, whole, following, runs, num_runs)
+        if whole + 1 < last:
+            num_ahead = 2 * _list_runs(op, parameters, walked, whole + 1, runs, num_runs)[1]
+        else:
+            num_ahead = _list_first(op, parameters, *following, runs, num_runs)
         asked = _fetch_until(runs, asked, min(num_ahead, LEAD_RUNS), block_bytes)
         ahead = blocks + 8 * asked
         _score(form, queries, stride, head_dim, blocks, ahead, num_blocks, scores, num_vectors)
@@ -287,21 +301,19 @@ def _walk_segments(op, parameters, rows, walked, spans, following, places):  # t
         for i in range(num_ahead):
             runs[i] = runs[num_runs + i]
         segment, num_blocks = max(walked[2], (whole + 1) * SEGMENT_BLOCKS), num_ahead // 2
-        if is_shared:
-            totals += num_vectors * (head_dim * 4 + STATE_BYTES)
-            states += num_vectors * (head_dim * 4 + STATE_BYTES)
+        totals, states = totals + step, states + step
 
 
 @fast_kernel
 def fetch_unit(op, parameters, items_at, unit, scratch):  # type: ignore[no-untyped-def]
     """Ask for what is read first of a unit that nothing was computed before."""
-    no_segment, runs = (0, 0, 0, 0), longs(scratch, TABLE_RUNS)
-    num_runs = _list_next(op, parameters, no_segment, (0, 0), 0, (items_at, unit), runs, 0)
+    runs = longs(scratch, TABLE_RUNS)
+    num_runs = _list_first(op, parameters, items_at, unit, runs, np.int64(0))
     block_bytes = block_size_of(op[at.SIZE], parameters[at.KV_FORM])
     _fetch_until(runs, 0, min(num_runs, LEAD_RUNS), block_bytes)
 
 
-@fast_kernel
+@inlined_kernel
 def attend_unit(op, parameters, items_at, unit, following, places):  # type: ignore[no-untyped-def]
     """Compute an item (see layout) for the query heads of one KV head.
 
@@ -316,9 +328,8 @@ def attend_unit(op, parameters, items_at, unit, following, places):  # type: ign
     num_vectors = count * ratio
     stride = NUMBER_BYTES * head_dim + QUERY_RECORD
     queries = scratch + _TABLE_BYTES
-    totals = queries + num_vectors * stride
-    scores = totals + num_vectors * head_dim * 4
-    states = scores + _score_rows(num_vectors) * SCORE_ROW
+    scores = queries + num_vectors * stride
+    totals = scores + _score_rows(num_vectors) * SCORE_ROW
     softcap = float_of_bits(np.int32(op[at.SECOND_NUMBER]))
     scale = float_of_bits(np.int32(op[at.NUMBER]))
     scale = scale if softcap > np.float32(0.0) else scale * _LOG2_E
@@ -332,37 +343,22 @@ def attend_unit(op, parameters, items_at, unit, following, places):  # type: ign
         else:
             query_codes(source, scale, queries + vector * stride, head_dim)
     rows, walked = (row, count), (table_at, kv_head, first_block, end_block)
-    first, last = item[at.FIRST_SEGMENT], item[at.END_SEGMENT]
-    target = out + token * op[at.OUT_STRIDE] + kv_head * ratio * head_dim * 4
-    after = (items_at, following)
-    if item[at.SHARERS] <= 1:
-        _reset(states, totals, num_vectors, head_dim)
-        found = (scratch, queries, stride, scores, totals, states)
-        _walk_segments(op, parameters, rows, walked, (first, last, False), after, found)
-        _write_result(target, op[at.OUT_STRIDE], ratio, head_dim, num_vectors, totals, states)
-        return
+    first, last, is_shared = item[at.FIRST_SEGMENT], item[at.END_SEGMENT], item[at.SHARERS] > 1
     each = num_vectors * (head_dim * 4 + STATE_BYTES)
-    num_segments = item[at.NUM_SEGMENTS]
-    parts = parameters[at.PARTIALS] + item[at.PARTIAL] + kv_head * num_segments * each
-    mine = parts + (first - item[at.LOWEST_SEGMENT]) * each
-    for segment in range(last - first):
-        _reset(
-            mine + segment * each + num_vectors * head_dim * 4, mine + segment * each,
-            num_vectors, head_dim,
-        )  # fmt: skip
-    found = (scratch, queries, stride, scores, mine, mine + num_vectors * head_dim * 4)
-    _walk_segments(op, parameters, rows, walked, (first, last, True), after, found)
-    arrived = parameters[at.ARRIVALS] + (item[at.ARRIVAL] + kv_head) * at.LINE_WORDS * 8
-    if atomic_add(arrived, 1) + 1 < item[at.SHARERS]:
-        return
-    atomic_add(arrived, -item[at.SHARERS])
-    _reset(states, totals, num_vectors, head_dim)
-    for segment in range(num_segments):
-        part = parts + segment * each
-        for vector in range(num_vectors):
-            join_partial(
-                part + vector * head_dim * 4,
-                part + num_vectors * head_dim * 4 + vector * STATE_BYTES, head_dim,
-                totals + vector * head_dim * 4, states + vector * STATE_BYTES,
-            )  # fmt: skip
-    _write_result(target, op[at.OUT_STRIDE], ratio, head_dim, num_vectors, totals, states)
+    parts = parameters[at.PARTIALS] + item[at.PARTIAL] + kv_head * item[at.NUM_SEGMENTS] * each
+    sums = parts + (first - item[at.LOWEST_SEGMENT]) * each if is_shared else totals
+    step = each if is_shared else 0
+    for segment in range(last - first if is_shared else 1):
+        _reset(sums + segment * step, num_vectors, head_dim)
+    found = (scratch, queries, stride, scores, sums, sums + num_vectors * head_dim * 4)
+    _walk_segments(op, parameters, rows, walked, (first, last, step), (items_at, following), found)
+    if is_shared:
+        arrived = parameters[at.ARRIVALS] + (item[at.ARRIVAL] + kv_head) * at.LINE_WORDS * 8
+        if atomic_add(arrived, 1) + 1 < item[at.SHARERS]:
+            return
+        atomic_add(arrived, -item[at.SHARERS])
+        _reset(totals, num_vectors, head_dim)
+        for segment in range(item[at.NUM_SEGMENTS]):
+            _join_part(totals, parts + segment * each, num_vectors, head_dim)
+    target = out + token * op[at.OUT_STRIDE] + kv_head * ratio * head_dim * 4
+    _write_result(target, op[at.OUT_STRIDE], ratio, head_dim, num_vectors, totals)

@@ -139,12 +139,7 @@ class _Four:
     """The scores and the states of up to four vectors."""
 
     def __init__(self, e: Any, scores: Any, count: Any, states: Any) -> None:
-        builder = e.builder
-        last = builder.sub(count, e.integer(1))
-        here = []
-        for number in range(WEIGHED_AT_ONCE):
-            own = e.integer(number)
-            here.append(builder.select(builder.icmp_signed("<", last, own), last, own))
+        here = _clamped(e, count)
         self._e = e
         self._sources = [e.add(scores, e.times(number, SCORE_ROW)) for number in here]
         self.targets = [e.add(scores, SCORE_ROW * number) for number in range(WEIGHED_AT_ONCE)]
@@ -219,13 +214,29 @@ def _transposed(e: Any, rows: Sequence[Any]) -> Sequence[Any]:
 
 
 @routine()
-def join_partial(
-    e: Any, partial: Any, partial_state: Any, head_dim: Any, total: Any, state: Any
+def join_partials(
+    e: Any, partials: Any, partial_states: Any, head_dim: Any, totals: Any, states: Any, count: Any
 ) -> None:
-    """Let one vector's sums of a segment, computed elsewhere, join its total as if computed here."""
-    top, added = (e.broadcast(e.load(partial_state, F32, place), 4) for place in (0, 4))
-    rows = [e.load(state, _FLOATS4)] * WEIGHED_AT_ONCE
-    e.store(_join_states(e, rows, top, added)[0], state)
-    with e.loop(e.builder.sdiv(head_dim, e.integer(LANES))) as loop:
-        offset = e.times(loop.index, 4 * LANES)
-        join_total(e, e.add(total, offset), e.load(e.add(partial, offset)), state)
+    """Let up to four vectors' sums of a segment, computed elsewhere, join their totals as if computed here."""
+    places = _clamped(e, count)
+    rows, added = (
+        [e.load(e.add(first, e.times(place, STATE_BYTES)), _FLOATS4) for place in places]
+        for first in (states, partial_states)
+    )
+    top, sums, _, _ = _transposed(e, added)
+    joined = _join_states(e, rows, top, sums)
+    for row, place in reversed(list(zip(joined, places, strict=True))):
+        e.store(row, e.add(states, e.times(place, STATE_BYTES)))
+    with e.loop(count) as vector:
+        inside = e.builder.mul(vector.index, head_dim)
+        state = e.add(states, e.times(vector.index, STATE_BYTES))
+        with e.loop(e.builder.sdiv(head_dim, e.integer(LANES))) as loop:
+            offset = e.times(e.add(inside, e.times(loop.index, LANES)), 4)
+            join_total(e, e.add(totals, offset), e.load(e.add(partials, offset)), state)
+
+
+def _clamped(e: Any, count: Any) -> Sequence[Any]:
+    """0 .. 3, but none beyond the last of `count`."""
+    last = e.builder.sub(count, e.integer(1))
+    numbers = [e.integer(number) for number in range(WEIGHED_AT_ONCE)]
+    return [e.builder.select(e.builder.icmp_signed("<", last, own), last, own) for own in numbers]

@@ -22,10 +22,9 @@ from headrace.backends.cpu.fast.intrinsics_threads import (
     yield_core,
 )
 from headrace.backends.cpu.fast.kernels_attend import (
-    attend_unit,
+    NUM_ARGUMENTS,
     block_at,
     block_size_of,
-    fetch_unit,
     layer_of,
 )
 from headrace.backends.cpu.fast.kernels_attend_codes import write_codes
@@ -152,19 +151,26 @@ def take_unit(total, shares, tid, counter):  # type: ignore[no-untyped-def]
 
 
 @inlined_kernel
-def run_attention(op, parameters, threads, tid, counter, q, out, scratch):  # type: ignore[no-untyped-def]
-    """The next unit is taken early, so that its first keys and values come meanwhile."""
+def run_attention(addresses, threads, tid, counter, q, out, scratch, call):  # type: ignore[no-untyped-def]
+    """The next unit is taken early, so that its first keys and values come meanwhile.
+
+    addresses: of the operation and the parameters; call: the function, and where its arguments go.
+    """
+    op, parameters = longs(addresses[0], at.NUM_FIELDS), longs(addresses[1], at.NUM_PARAMETERS)
     kv_heads, group = op[at.KV_COUNT], op[at.GROUP_INDEX]
     starts = longs(parameters[at.ITEM_STARTS] + group * 8, 2)
     items_at = parameters[at.ITEMS] + starts[0] * at.ITEM_FIELDS * 8
     total = (starts[1] - starts[0]) * kv_heads
     shares = num_shares(total, threads, kv_heads)
+    function, arguments_at = call
+    a = longs(arguments_at, NUM_ARGUMENTS)
+    a[0], a[1], a[2], a[3], a[4], a[5] = addresses[0], addresses[1], items_at, q, out, scratch
     mine = take_unit(total, shares, tid, counter)
     if mine >= 0:
-        fetch_unit(op, parameters, items_at, mine, scratch)
+        call_at(function, arguments_at, -1, mine)
     while mine >= 0:
         following = take_unit(total, shares, tid, counter)
-        attend_unit(op, parameters, items_at, mine, following, (q, out, scratch))
+        call_at(function, arguments_at, mine, following)
         mine = following
 
 
@@ -311,7 +317,8 @@ def run_program(tid, parameters_at, control, joins):  # type: ignore[no-untyped-
     has_joined = joins
     buffers = longs(parameters[at.BUFFERS], 1 << 10)
     scratch = parameters[at.SCRATCH] + tid * parameters[at.SCRATCH_BYTES]
-    call = parameters[at.UNIT], scratch + parameters[at.SCRATCH_BYTES] - ARGUMENT_BYTES
+    arguments_at = scratch + parameters[at.SCRATCH_BYTES] - ARGUMENT_BYTES
+    call = parameters[at.UNIT], arguments_at
     profile = parameters[at.PROFILE]
     while index < count:
         started = own_nanoseconds() if profile != 0 else 0
@@ -329,7 +336,8 @@ def run_program(tid, parameters_at, control, joins):  # type: ignore[no-untyped-
             observes = parameters[at.OBSERVES] != 0
             run_linear(op, rows, threads, tid, counter, found, observes, call, op_at)
         elif op[at.CODE] == at.ATTEND:
-            run_attention(op, parameters, threads, tid, counter, x, out, scratch)
+            attends = parameters[at.ATTEND_UNIT], arguments_at
+            run_attention((op_at, parameters_at), threads, tid, counter, x, out, scratch, attends)
         elif op[at.CODE] == at.ROUGH or op[at.CODE] == at.PICK:
             if parameters[at.PICKED] != 0:
                 run_picked(op, parameters, index, rows, counter, (x, aux, out, scratch), call)

@@ -47,7 +47,8 @@ from __future__ import annotations
     PICKED,
     PICKED_FAILED,
     UNIT,
-) = range(40)
+    ATTEND_UNIT,
+) = range(41)
 NUM_PARAMETERS = 64
 """STEP_NUMBER: which command this step is, -1 while it is described. NUM_THREADS threads from FIRST_THREAD on
 compute it. SOURCES i32 [T]: the row of DRAWN that a token comes from, or -1. DRAW: the function that the first
@@ -56,7 +57,8 @@ those where one has joined; 0: the caller draws. OBSERVES: not 0 where one threa
 inputs of products are noted at LOUDNESS. JOIN: 0; 1 once thread 0 wants to take part in a step that a worker
 computes alone; 2 when it may, from operation JOINED_AT on, with barriers that count from JOINED_BASE. PICKED
 i32 and PICKED_FAILED bool [R]: where best tokens go, and which rows have none, if nothing else is wanted; then
-there are no logits; 0: there are. UNIT: the function that computes a unit of a product (see kernels_unit)."""
+there are no logits; 0: there are. UNIT and ATTEND_UNIT: the functions that compute a unit of a product and of
+attention (see kernels_unit, kernels_attend_unit)."""
 
 # --- a layer's row in the pool's table: see kv_pool -------------------------------
 LAYER_FIELDS = 3

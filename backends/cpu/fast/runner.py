@@ -151,15 +151,15 @@ class FastRunner:
         self._pool = FastKVPool(self._groups, num_blocks, self._settings.block_size, self._form)
         self._preparer = PagePreparer(self._pool.prepare)
         self._num_blocks = num_blocks
-        # the first time ever this compiles, beside the process that compiles attention
+        # the first time ever this compiles, beside the process that compiles the rest
+        self._threads = ThreadPool(self._settings.num_threads, tuple(self._steps))
+        self._first_start.close()
+        from headrace.backends.cpu.fast.kernels_attend_unit import attend_unit_at
         from headrace.backends.cpu.fast.kernels_unit import run_unit_at
 
         for step in self._steps:
             step.use_pool(self._pool)
-            step.compute_with(int(run_unit_at.address))
-        self._first_start.wait_for_attention()
-        self._threads = ThreadPool(self._settings.num_threads, tuple(self._steps))
-        self._first_start.close()
+            step.compute_with(int(run_unit_at.address), int(attend_unit_at.address))
         self._sampler.load()
         if any(plan.is_open for plan in self._program.plans):
             self._choose_codings()

@@ -100,9 +100,9 @@ class StepMemory:
         ):
             self.parameters[place] = value
 
-    def compute_with(self, unit: int) -> None:
-        """`unit`: the address of kernels_unit.run_unit_at."""
-        self.parameters[at.UNIT] = unit
+    def compute_with(self, unit: int, attend_unit: int) -> None:
+        """The addresses of kernels_unit.run_unit_at and kernels_attend_unit.attend_unit_at."""
+        self.parameters[at.UNIT], self.parameters[at.ATTEND_UNIT] = unit, attend_unit
 
     def use_pool(self, pool: FastKVPool) -> None:
         self._pool = pool
