@@ -84,6 +84,7 @@ SPECS = {
     "like SmolLM2": (AttentionSpec(9, 3, 64, 0.125), 64, 16),
     "one head": (AttentionSpec(1, 1, 32, 0.25), 16, 16),
     "window": (AttentionSpec(4, 1, 32, 0.2, sliding_window=20), 32, 32),
+    "long window": (AttentionSpec(6, 3, 32, 0.2, sliding_window=450), 32, 16),
     "window of one": (AttentionSpec(2, 2, 16, 0.2, sliding_window=1), 16, 16),
     "capped": (AttentionSpec(4, 2, 80, 0.3, softcap=5.0), 32, 16),
     "many heads share": (AttentionSpec(14, 2, 96, 0.1), 96, 48),
@@ -141,11 +142,12 @@ def cut(runner: FastRunner, sizes: Sequence[int]) -> Floats:
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-@pytest.mark.parametrize("name", ["like SmolLM2", "wide"])
+@pytest.mark.parametrize("name", ["like SmolLM2", "long window", "wide"])
 def test_a_long_context_depends_on_no_thread_and_no_chunk(
     name: str, kv_dtype: str, opened: Open
 ) -> None:
-    """600 rows are 5 segments: two threads share a decode's, one walks all of them."""
+    """600 rows are 5 segments, in stretches of 3 where there are 3 KV heads: two threads share a decode's, one
+    walks all of them."""
     alone, together = (opened(name, num_threads=n, kv_dtype=kv_dtype) for n in (1, 2))
     expected = cut(alone, [530] + [1] * 70)
     np.testing.assert_array_equal(cut(together, [600]), expected)
@@ -234,8 +236,13 @@ def test_items_cover_every_query_and_visible_segment_once(
         for query in range(first, first + count):
             walked = range(item[at.FIRST_SEGMENT], item[at.END_SEGMENT])
             seen.setdefault((sequence, query), []).extend(walked)
+        stretch = min(kv_heads, 4)
+        assert item[at.FIRST_SEGMENT] in (
+            item[at.LOWEST_SEGMENT],
+            item[at.FIRST_SEGMENT] // stretch * stretch,
+        )
         if item[at.SHARERS] > 1:
-            places[item[at.PARTIAL]] = kv_heads * item[at.NUM_SEGMENTS] * count * ratio * 96
+            places[item[at.PARTIAL]] = kv_heads * item[at.NUM_STRETCHES] * count * ratio * 96
     for (sequence, query), segments in seen.items():
         row = lens[sequence] - counts[sequence] + query
         needed = range(max(0, row + 1 - window if window else 0), row + 1)

@@ -2,8 +2,9 @@
 
 An item is (sequence, a few of its queries, a run of segments of rows), done once per KV head: the query
 heads of a KV head share the blocks read. Each segment of 128 rows is summed on its own, then joins those
-before it. Segments lie at fixed rows, so whether one item walks all of them or several threads share
-them, the same numbers are added in the same order: whoever finishes last joins the parts.
+before it in its stretch, of a few segments; stretches join likewise. Both lie at fixed rows, so whether one
+item walks all of them or several threads share them, the same numbers are added in the same order: items
+share whole stretches, and whoever finishes last joins their sums.
 
 Where keys and values come from memory they are what takes the time. A core drops requests while as many lines
 are under way as it can keep track of. So lines are asked for at the pace at which others are read: LEAD_RUNS
@@ -42,6 +43,8 @@ from headrace.backends.cpu.fast.kernels_attend_rows import (
     STATE_BYTES,
     block_bytes,
     fetch_run,
+    list_pages,
+    repeat_last,
 )
 from headrace.backends.cpu.fast.kernels_attend_weigh import (
     WEIGHED_AT_ONCE,
@@ -53,20 +56,21 @@ from headrace.backends.cpu.fast.kernels_attend_weigh import (
 )
 from headrace.backends.cpu.fast.kernels_hadamard import run_of
 from headrace.backends.cpu.fast.kernels_rowwise import copy_scaled
-from headrace.backends.cpu.kernels_rows import floats, ints, longs
+from headrace.backends.cpu.kernels_rows import address_of, floats, ints, longs
 from headrace.backends.cpu.kernels_vector import float_of_bits
 
 MAX_VECTORS = 96 // NUMBER_BYTES
 """Query vectors (queries x heads that share a KV head) of one item: they stay in the first-level cache, with
 their sums and a segment's keys and values."""
 SEGMENT_ROWS = SEGMENT_BLOCKS * LANES
+_MAX_STRETCH = 4
 LEAD_RUNS = SEGMENT_BLOCKS + 2
 """How many runs are asked for before they are read, in the order of memory: a segment's keys are read before
 its values, so that SEGMENT_BLOCKS are the least."""
 TABLE_RUNS = 6 * SEGMENT_BLOCKS
 """Entries of a table of runs: where each block's keys and its values are, one after the other, of a segment
 and of the one after it. The last is there several times, for those who ask for more than there is."""
-_TABLE_BYTES = 8 * TABLE_RUNS
+_TABLE_BYTES = 8 * (TABLE_RUNS + 8)
 NUM_ARGUMENTS = 6
 """Of attend_unit, in memory (see kernels_attend_unit)."""
 _LOW = -float("inf")
@@ -86,13 +90,23 @@ _score_rows = fast_kernel(score_rows)
 def scratch_bytes(head_dim: int, ratio: int) -> int:
     """Return what one worker needs for an item: a table of runs, queries, sums, scores and states."""
     vectors = score_rows(max(MAX_VECTORS, ratio))
-    each = NUMBER_BYTES * head_dim + QUERY_RECORD + 4 * head_dim + SCORE_ROW + STATE_BYTES
+    each = NUMBER_BYTES * head_dim + QUERY_RECORD + SCORE_ROW + 2 * sum_bytes(head_dim)
     return vectors * each + _TABLE_BYTES
 
 
-def partial_bytes(head_dim: int) -> int:
-    """Return what one vector's sums of one segment take where items share a sequence."""
+def sum_bytes(head_dim: int) -> int:
+    """Return what the sums of one vector and their state take."""
     return 4 * head_dim + STATE_BYTES
+
+
+sum_bytes_of = fast_kernel(sum_bytes)
+
+
+@fast_kernel
+def stretch_of(kv_heads):  # type: ignore[no-untyped-def]
+    """How many segments make a stretch: fewer stretches are fewer sums to join, and fewer items to share where
+    there are few KV heads."""
+    return min(kv_heads, _MAX_STRETCH)
 
 
 @fast_kernel
@@ -149,9 +163,9 @@ def _blend(form, scores, values, ahead, num_rows, head_dim, totals, states, coun
             done += most
 
 
-@inlined_kernel
+@fast_kernel
 def _join_part(totals, part, num_vectors, head_dim):  # type: ignore[no-untyped-def]
-    """Let sums of vectors over a segment, and their states behind them, join the totals."""
+    """Let sums of vectors over a stretch, and their states behind them, join the totals."""
     size, behind = head_dim * 4, num_vectors * head_dim * 4
     for first in range(0, num_vectors, WEIGHED_AT_ONCE):
         join_partials(
@@ -212,21 +226,20 @@ def _list_runs(op, parameters, walked, whole, runs, used):  # type: ignore[no-un
     table_at, kv_head, first_block, end_block = walked
     per_page = parameters[at.BLOCK_SIZE] // LANES
     block_bytes = block_size_of(op[at.SIZE], parameters[at.KV_FORM])
-    layer = layer_of(op, parameters)
-    table = ints(table_at, (end_block + per_page - 1) // per_page)
+    layer, runs_at = layer_of(op, parameters), address_of(runs)
     segment = max(first_block, whole * SEGMENT_BLOCKS)
     num_blocks = min((whole + 1) * SEGMENT_BLOCKS, end_block) - segment
-    page, part = segment // per_page, segment % per_page
-    for i in range(num_blocks):
-        shape = (per_page, block_bytes)
-        address = block_at(layer, kv_head, np.int64(table[page]), part, shape)
-        runs[used + 2 * i], runs[used + 2 * i + 1] = address, address + block_bytes
-        part += 1
-        if part == per_page:
-            page, part = page + 1, 0
-    used += 2 * num_blocks
-    for i in range(used, TABLE_RUNS):
-        runs[i] = runs[used - 1]
+    if per_page == 1:
+        pages, here = table_at + segment * 4, runs_at + used * 8
+        list_pages(pages, num_blocks, *layer, kv_head, block_bytes, here)
+    else:
+        table = ints(table_at, (end_block + per_page - 1) // per_page)
+        for i in range(num_blocks):
+            page, part = (segment + i) // per_page, (segment + i) % per_page
+            shape = (per_page, block_bytes)
+            address = block_at(layer, kv_head, np.int64(table[page]), part, shape)
+            runs[used + 2 * i], runs[used + 2 * i + 1] = address, address + block_bytes
+    repeat_last(runs_at, used + 2 * num_blocks, TABLE_RUNS)
     return segment, num_blocks
 
 
@@ -252,14 +265,15 @@ def _fetch_until(runs, asked, wanted, block_bytes):  # type: ignore[no-untyped-d
 
 @inlined_kernel
 def _walk_segments(op, parameters, rows, walked, spans, following, places):  # type: ignore[no-untyped-def]
-    """Let the segments first .. last - 1 join the sums; with a step from sums to sums, each has its own."""
+    """Let the segments first .. last - 1 join the sums; at the end of a stretch those join the totals, if there
+    are any, or the next one's are `step` behind."""
     head_dim, ratio = op[at.SIZE], op[at.COUNT] // op[at.KV_COUNT]
     window, form = op[at.FORM], parameters[at.KV_FORM]
     softcap = float_of_bits(np.int32(op[at.SECOND_NUMBER]))
     row, count = rows
     first, last, step = spans
-    blocks, queries, stride, scores, totals, states = places
-    num_vectors = count * ratio
+    blocks, queries, stride, scores, sums, totals = places
+    num_vectors, stretch = count * ratio, stretch_of(op[at.KV_COUNT])
     block_bytes = block_size_of(head_dim, form)
     runs, values = longs(blocks, TABLE_RUNS), blocks + 8
     segment, num_blocks = _list_runs(op, parameters, walked, first, runs, np.int64(0))
@@ -288,6 +302,7 @@ def _walk_segments(op, parameters, rows, walked, spans, following, places):  # t
                 place = scores + vector * SCORE_ROW + begin * 4 * LANES
                 before = begin * LANES
                 hide_scores(place, num_blocks - begin, hidden - before, seen - before)
+        states = sums + num_vectors * head_dim * 4
         for first_one in range(0, num_vectors, WEIGHED_AT_ONCE):
             together = min(WEIGHED_AT_ONCE, num_vectors - first_one)
             place, state = scores + first_one * SCORE_ROW, states + first_one * STATE_BYTES
@@ -296,12 +311,16 @@ def _walk_segments(op, parameters, rows, walked, spans, following, places):  # t
             else:
                 weigh_codes(place, together, num_blocks, state, values, head_dim)
         num_rows = min(num_blocks * LANES, row + count - offset)
-        _blend(form, scores, values, ahead, num_rows, head_dim, totals, states, num_vectors)
+        _blend(form, scores, values, ahead, num_rows, head_dim, sums, states, num_vectors)
         asked = min(asked, num_ahead)
         for i in range(num_ahead):
             runs[i] = runs[num_runs + i]
         segment, num_blocks = max(walked[2], (whole + 1) * SEGMENT_BLOCKS), num_ahead // 2
-        totals, states = totals + step, states + step
+        if (whole + 1) % stretch == 0 or whole + 1 == last:
+            if totals != 0:
+                _join_part(totals, sums, num_vectors, head_dim)
+                _reset(sums, num_vectors, head_dim)
+            sums += step
 
 
 @fast_kernel
@@ -344,13 +363,18 @@ def attend_unit(op, parameters, items_at, unit, following, places):  # type: ign
             query_codes(source, scale, queries + vector * stride, head_dim)
     rows, walked = (row, count), (table_at, kv_head, first_block, end_block)
     first, last, is_shared = item[at.FIRST_SEGMENT], item[at.END_SEGMENT], item[at.SHARERS] > 1
-    each = num_vectors * (head_dim * 4 + STATE_BYTES)
-    parts = parameters[at.PARTIALS] + item[at.PARTIAL] + kv_head * item[at.NUM_SEGMENTS] * each
-    sums = parts + (first - item[at.LOWEST_SEGMENT]) * each if is_shared else totals
-    step = each if is_shared else 0
-    for segment in range(last - first if is_shared else 1):
-        _reset(sums + segment * step, num_vectors, head_dim)
-    found = (scratch, queries, stride, scores, sums, sums + num_vectors * head_dim * 4)
+    each, stretch = num_vectors * sum_bytes_of(head_dim), stretch_of(op[at.KV_COUNT])
+    parts = parameters[at.PARTIALS] + item[at.PARTIAL] + kv_head * item[at.NUM_STRETCHES] * each
+    before = first // stretch - item[at.LOWEST_SEGMENT] // stretch
+    sums, step, joined = totals, 0, 0
+    if is_shared:
+        sums, step = parts + before * each, each
+    elif item[at.NUM_STRETCHES] > 1:
+        sums, joined = totals + each, totals
+        _reset(totals, num_vectors, head_dim)
+    for number in range((last - 1) // stretch - first // stretch + 1 if is_shared else 1):
+        _reset(sums + number * step, num_vectors, head_dim)
+    found = (scratch, queries, stride, scores, sums, joined)
     _walk_segments(op, parameters, rows, walked, (first, last, step), (items_at, following), found)
     if is_shared:
         arrived = parameters[at.ARRIVALS] + (item[at.ARRIVAL] + kv_head) * at.LINE_WORDS * 8
@@ -358,7 +382,7 @@ def attend_unit(op, parameters, items_at, unit, following, places):  # type: ign
             return
         atomic_add(arrived, -item[at.SHARERS])
         _reset(totals, num_vectors, head_dim)
-        for segment in range(item[at.NUM_SEGMENTS]):
-            _join_part(totals, parts + segment * each, num_vectors, head_dim)
+        for number in range(item[at.NUM_STRETCHES]):
+            _join_part(totals, parts + number * each, num_vectors, head_dim)
     target = out + token * op[at.OUT_STRIDE] + kv_head * ratio * head_dim * 4
     _write_result(target, op[at.OUT_STRIDE], ratio, head_dim, num_vectors, totals)

@@ -66,11 +66,12 @@ def score_codes(
         def some(first: Any, together: int) -> None:
             here = [keys_of(e, blocks, e.add(first, i)) for i in range(together)]
             following = [run_at(e, ahead, e.add(first, i)) for i in range(together)]
-            next_one = [keys_of(e, blocks, e.add(first, together))] if known < FEW else []
+            next_one = [keys_of(e, blocks, e.add(first, together + i)) for i in range(together)]
+            next_one = next_one if known < FEW else []
             for of_row in sums:
                 for total in (*of_row[0], *of_row[1]):
                     e.set(total, zero)
-            apart = 1 if known >= FEW else 2
+            apart = 1 if known >= 3 and together > 1 else 2
             with e.loop(builder.sdiv(quads, e.integer(apart))) as loop:
                 for turn in range(apart):
                     quad = e.add(e.times(loop.index, apart), turn)
@@ -104,7 +105,7 @@ def score_codes(
                     value = builder.fmul(value, row_scales)
                     e.store(value, target, SCORE_ROW * index + 4 * LANES * i)
 
-        some_at_a_time(e, num_blocks, 1 if known < FEW else 2, some)
+        some_at_a_time(e, num_blocks, 1 if known < 3 else 2, some)
 
     by_count(e, count, CODES_AT_ONCE, body)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from headrace.backends.cpu.fast import layout as at
 from headrace.backends.cpu.fast.compiled import fast_kernel
-from headrace.backends.cpu.fast.kernels_attend import MAX_VECTORS, SEGMENT_ROWS
+from headrace.backends.cpu.fast.kernels_attend import MAX_VECTORS, SEGMENT_ROWS, stretch_of
 
 PIECES_PER_THREAD = 8
 """An item that takes more than a thread's share divided by this is shared between threads."""
@@ -23,18 +23,22 @@ def segments_of(kv_len, num_queries, first, count, window):  # type: ignore[no-u
 
 @fast_kernel
 def _put(items, used, facts, sharers, spans, places):  # type: ignore[no-untyped-def]
-    """Append `sharers` items with the same queries; return how many there are now."""
+    """Append `sharers` items with the same queries; return how many there are now.
+
+    spans: first and end segment, first stretch, how many there are, and of how many segments they are.
+    """
     sequence, first, count = facts
-    lowest, end = spans
-    segments = end - lowest
+    lowest, end, first_stretch, stretches, stretch = spans
     for share in range(sharers):
         if used < len(items):
             item = items[used]
             item[at.SEQUENCE], item[at.FIRST_QUERY], item[at.NUM_QUERIES] = sequence, first, count
-            item[at.FIRST_SEGMENT] = lowest + segments * share // sharers
-            item[at.END_SEGMENT] = lowest + segments * (share + 1) // sharers
+            begin = first_stretch + stretches * share // sharers
+            stop = first_stretch + stretches * (share + 1) // sharers
+            item[at.FIRST_SEGMENT] = max(lowest, begin * stretch)
+            item[at.END_SEGMENT] = min(end, stop * stretch)
             item[at.SHARERS], item[at.LOWEST_SEGMENT] = sharers, lowest
-            item[at.NUM_SEGMENTS] = segments
+            item[at.NUM_STRETCHES] = stretches
             item[at.PARTIAL], item[at.ARRIVAL] = places
         used += 1
     return used
@@ -45,10 +49,10 @@ def plan_items(query_starts, kv_lens, shape, num_threads, items):  # type: ignor
     """Write the items of one group; return how many there are, bytes of partial sums, lines of arrivals.
 
     query_starts [S + 1] and kv_lens [S] i4; shape: window, KV heads, heads per KV head, bytes of one vector's
-    sums of a segment. Where `items` [n, ITEM_FIELDS] is too short only the counts are right.
+    sums. Where `items` [n, ITEM_FIELDS] is too short only the counts are right.
     """
-    window, kv_heads, ratio, sum_bytes = shape
-    at_once = max(1, MAX_VECTORS // ratio)
+    window, kv_heads, ratio, bytes_each = shape
+    at_once, stretch = max(1, MAX_VECTORS // ratio), stretch_of(kv_heads)
     work = 0
     for sequence in range(len(kv_lens)):
         queries = query_starts[sequence + 1] - query_starts[sequence]
@@ -68,14 +72,16 @@ def plan_items(query_starts, kv_lens, shape, num_threads, items):  # type: ignor
                 continue
             for first in range((queries - 1) // at_once * at_once, -1, -at_once):
                 count = min(at_once, queries - first)
-                spans = segments_of(kv_lens[sequence], queries, first, count, window)
-                segments = spans[1] - spans[0]
+                lowest, end = segments_of(kv_lens[sequence], queries, first, count, window)
+                stretches = (end + stretch - 1) // stretch - lowest // stretch
                 sharers = 1
                 if num_threads > 1:
-                    sharers = max(1, min(segments, (segments * count + share - 1) // share))
+                    wanted = ((end - lowest) * count + share - 1) // share
+                    sharers = max(1, min(stretches, wanted))
                 places = (partial, arrival)
+                spans = (lowest, end, lowest // stretch, stretches, stretch)
                 used = _put(items, used, (sequence, first, count), sharers, spans, places)
                 if sharers > 1:
-                    partial += kv_heads * segments * count * ratio * sum_bytes
+                    partial += kv_heads * stretches * count * ratio * bytes_each
                     arrival += kv_heads
     return used, partial, arrival

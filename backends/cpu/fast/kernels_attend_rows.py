@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from llvmlite import ir
+
 from headrace.backends.cpu.fast import capability
 from headrace.backends.cpu.fast.intrinsics import (
     F32,
@@ -38,6 +40,7 @@ BLENDED_AT_ONCE = (4, 3, 2, 1)
 """Numbers of vectors that share a read of the values."""
 LOW = -float("inf")
 _LINE_BYTES = 64
+_PAGES, _PLACES = ir.VectorType(I32, SEGMENT_BLOCKS), ir.VectorType(I64, SEGMENT_BLOCKS)
 _FIRST_INTO = 2 if HAS_TWO_PORTS else 3
 """Into which cache a line is asked for at first: Intel's second has three times as many lines under way."""
 
@@ -82,6 +85,48 @@ def fetch_run(e: Any, run: Any, num_bytes: Any) -> None:
     """Ask for all lines of a run."""
     with e.loop(e.builder.sdiv(num_bytes, e.integer(_LINE_BYTES))) as loop:
         fetch(e, e.add(run, e.times(loop.index, _LINE_BYTES)))
+
+
+@routine()
+def list_pages(
+    e: Any, pages: Any, count: Any, first: Any, span_bytes: Any, shift: Any, head: Any, run_bytes: Any,
+    runs: Any,
+) -> None:  # fmt: skip
+    """Write where keys and values of up to 8 blocks of 16 rows are, which are the engine's blocks themselves.
+
+    pages: their numbers, i4 [count]; first, span_bytes, shift: a layer's row of the pool's table. What is
+    written behind the last one means nothing.
+    """
+    builder, last = e.builder, e.builder.sub(count, e.integer(1))
+    page = ir.Constant(_PAGES, ir.Undefined)
+    for lane in range(SEGMENT_BLOCKS):
+        own = e.integer(lane)
+        own = builder.select(builder.icmp_signed("<", last, own), last, own)
+        number = e.load(e.add(pages, e.times(own, 4)), I32)
+        page = builder.insert_element(page, number, I32(lane))
+    page = builder.zext(page, _PLACES)
+    one, head, shift, span_bytes, run_bytes, first = (
+        e.broadcast(value, SEGMENT_BLOCKS)
+        for value in (e.integer(1), head, shift, span_bytes, run_bytes, first)
+    )
+    inside = builder.and_(page, builder.sub(builder.shl(one, shift), one))
+    inside = builder.add(inside, builder.shl(head, shift))
+    keys = builder.add(first, builder.mul(builder.lshr(page, shift), span_bytes))
+    keys = builder.add(keys, builder.mul(inside, builder.shl(run_bytes, one)))
+    values = builder.add(keys, run_bytes)
+    for half in (0, 4):
+        lanes = [lane for index in range(half, half + 4) for lane in (index, index + 8)]
+        e.store(e.pick(keys, values, lanes), e.add(runs, 16 * half))
+
+
+@routine()
+def repeat_last(e: Any, runs: Any, used: Any, end: Any) -> None:
+    """Write the last of `used` runs behind them up to run `end`, and up to 7 further ones."""
+    last = e.broadcast(run_at(e, runs, e.builder.sub(used, e.integer(1))), 8)
+    behind = e.add(runs, e.times(used, 8))
+    left = e.add(e.builder.sub(end, used), 7)
+    with e.loop(e.builder.sdiv(left, e.integer(8))) as loop:
+        e.store(last, e.add(behind, e.times(loop.index, 64)))
 
 
 def some_at_a_time(e: Any, count: Any, most: int, body: Callable[[Any, int], None]) -> None:

@@ -13,8 +13,10 @@ from headrace.backends.cpu.kernels_rows import longs
 
 @fast_callback("void(int64, int64, int64)")
 def attend_unit_at(arguments_at, unit, following):  # type: ignore[no-untyped-def]
-    """attend_unit, most of its arguments in memory: kernels_program.run_attention writes them. Unit -1: only ask
-    for what the following one reads first."""
+    """attend_unit, most of its arguments in memory: kernels_program.run_attention writes them.
+
+    Unit -1: only ask for what the following one reads first.
+    """
     a = longs(arguments_at, NUM_ARGUMENTS)
     op, parameters = longs(a[0], at.NUM_FIELDS), longs(a[1], at.NUM_PARAMETERS)
     if unit < 0:

@@ -73,12 +73,13 @@ LAYER_FIELDS = 3
     END_SEGMENT,
     SHARERS,
     LOWEST_SEGMENT,
-    NUM_SEGMENTS,
+    NUM_STRETCHES,
     PARTIAL,
     ARRIVAL,
 ) = range(10)
 ITEM_FIELDS = 10
-"""SHARERS items have the same queries; together they have NUM_SEGMENTS from LOWEST_SEGMENT on. PARTIAL is where
+"""SHARERS items have the same queries; together they have NUM_STRETCHES from the one of
+LOWEST_SEGMENT on. PARTIAL is where
 their sums lie, in bytes, and ARRIVAL the line that counts who is done, both for KV head 0."""
 
 # --- words that threads share, a cache line each ----------------------------------

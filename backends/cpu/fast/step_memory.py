@@ -8,7 +8,7 @@ import numpy as np
 
 from headrace.backends.cpu.fast import layout as at
 from headrace.backends.cpu.fast.arena import address, map_pages
-from headrace.backends.cpu.fast.kernels_attend import partial_bytes, scratch_bytes
+from headrace.backends.cpu.fast.kernels_attend import scratch_bytes, sum_bytes
 from headrace.backends.cpu.fast.kernels_attend_plan import plan_items
 from headrace.backends.cpu.fast.kernels_coding import ROWS_TOGETHER
 from headrace.backends.cpu.fast.kernels_matmul import ARGUMENT_BYTES
@@ -164,7 +164,7 @@ class StepMemory:
             first = used = int(starts[group])
             if shape is not None:
                 facts = (
-                    shape.window, shape.num_kv_heads, shape.ratio, partial_bytes(shape.head_dim)
+                    shape.window, shape.num_kv_heads, shape.ratio, sum_bytes(shape.head_dim)
                 )  # fmt: skip
                 lens = np.ascontiguousarray(batch.kv_lens[group], np.int32)
                 queries = np.ascontiguousarray(batch.query_starts, np.int32)
