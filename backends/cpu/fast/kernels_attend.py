@@ -176,15 +176,19 @@ def _join_part(totals, part, num_vectors, head_dim):  # type: ignore[no-untyped-
 
 
 @inlined_kernel
-def _write_result(out, out_stride, ratio, head_dim, num_vectors, totals):  # type: ignore[no-untyped-def]
+def _write_result(out, out_stride, count, ratio, head_dim, totals):  # type: ignore[no-untyped-def]
     """Divide by the sums of weights; a query that saw nothing gets zeros."""
+    num_vectors = count * ratio
     state = floats(totals + num_vectors * head_dim * 4, num_vectors * (STATE_BYTES // 4))
-    for vector in range(num_vectors):
-        total = state[vector * (STATE_BYTES // 4) + 1]
-        share = np.float32(1.0) / total if total > np.float32(0.0) else np.float32(0.0)
-        share = total if total != total else share
-        target = out + vector // ratio * out_stride + vector % ratio * head_dim * 4
-        copy_scaled(totals + vector * head_dim * 4, share, target, head_dim)
+    vector = 0
+    for query in range(count):
+        for head in range(ratio):
+            total = state[vector * (STATE_BYTES // 4) + 1]
+            share = np.float32(1.0) / total if total > np.float32(0.0) else np.float32(0.0)
+            share = total if total != total else share
+            target = out + query * out_stride + head * head_dim * 4
+            copy_scaled(totals + vector * head_dim * 4, share, target, head_dim)
+            vector += 1
 
 
 @fast_kernel
@@ -289,19 +293,23 @@ def _walk_segments(op, parameters, rows, walked, spans, following, places):  # t
         _score(form, queries, stride, head_dim, blocks, ahead, num_blocks, scores, num_vectors)
         ahead += 8 * num_blocks
         offset = segment * LANES
-        num_again = num_blocks if num_vectors <= FEW else 0
-        for vector in range(num_vectors):
-            if vector < num_again:  # nothing else is asked for meanwhile
-                fetch_run(runs[asked + num_blocks + vector], block_bytes)
-            seen = row + vector // ratio + 1 - offset
-            hidden = max(-offset, seen - window) if window > 0 else -offset
-            if softcap > np.float32(0.0):
+        if num_vectors <= FEW:  # nothing else is asked for meanwhile
+            for number in range(min(num_vectors, num_blocks)):
+                fetch_run(runs[asked + num_blocks + number], block_bytes)
+        if softcap > np.float32(0.0):
+            for vector in range(num_vectors):
                 cap_scores(scores + vector * SCORE_ROW, num_blocks, softcap)
+        for query in range(count):
+            seen = row + query + 1 - offset
+            hidden = max(-offset, seen - window) if window > 0 else -offset
             begin = 0 if hidden > 0 else max(0, seen) // LANES
             if begin < num_blocks:
-                place = scores + vector * SCORE_ROW + begin * 4 * LANES
-                before = begin * LANES
-                hide_scores(place, num_blocks - begin, hidden - before, seen - before)
+                place, before = scores + query * ratio * SCORE_ROW, begin * LANES
+                for head in range(ratio):
+                    hide_scores(
+                        place + head * SCORE_ROW + before * 4, num_blocks - begin, hidden - before,
+                        seen - before,
+                    )  # fmt: skip
         states = sums + num_vectors * head_dim * 4
         for first_one in range(0, num_vectors, WEIGHED_AT_ONCE):
             together = min(WEIGHED_AT_ONCE, num_vectors - first_one)
@@ -354,13 +362,15 @@ def attend_unit(op, parameters, items_at, unit, following, places):  # type: ign
     scale = scale if softcap > np.float32(0.0) else scale * _LOG2_E
     if parameters[at.KV_FORM] != PAIRS:
         scale /= np.float32(run_of(head_dim))
-    for vector in range(num_vectors):
-        head = kv_head * ratio + vector % ratio
-        source = q + (token + vector // ratio) * op[at.IN_STRIDE] + head * head_dim * 4
-        if parameters[at.KV_FORM] == PAIRS:
-            query_pairs(source, scale, queries + vector * stride, head_dim)
-        else:
-            query_codes(source, scale, queries + vector * stride, head_dim)
+    target = queries
+    for query in range(token, token + count):
+        source = q + query * op[at.IN_STRIDE] + kv_head * ratio * head_dim * 4
+        for head in range(ratio):
+            if parameters[at.KV_FORM] == PAIRS:
+                query_pairs(source + head * head_dim * 4, scale, target, head_dim)
+            else:
+                query_codes(source + head * head_dim * 4, scale, target, head_dim)
+            target += stride
     rows, walked = (row, count), (table_at, kv_head, first_block, end_block)
     first, last, is_shared = item[at.FIRST_SEGMENT], item[at.END_SEGMENT], item[at.SHARERS] > 1
     each, stretch = num_vectors * sum_bytes_of(head_dim), stretch_of(op[at.KV_COUNT])
@@ -385,4 +395,4 @@ def attend_unit(op, parameters, items_at, unit, following, places):  # type: ign
         for number in range(item[at.NUM_STRETCHES]):
             _join_part(totals, parts + number * each, num_vectors, head_dim)
     target = out + token * op[at.OUT_STRIDE] + kv_head * ratio * head_dim * 4
-    _write_result(target, op[at.OUT_STRIDE], ratio, head_dim, num_vectors, totals)
+    _write_result(target, op[at.OUT_STRIDE], count, ratio, head_dim, totals)
