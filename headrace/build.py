@@ -238,7 +238,7 @@ def load_runner(
     report: Report,
     num_replicas: int = 1,
 ) -> tuple[Runner, EngineSettings, int]:
-    """Hold the weights, size and allocate the KV pool, run every kernel once.
+    """Hold the weights, size and allocate the KV pool, run every kernel once; or leave nothing behind.
 
     `num_replicas` share the backend's device, where it has memory of its own.
     """
@@ -246,13 +246,23 @@ def load_runner(
     runner = backend.create_runner(
         model, SingleRank(), settings, quantization=quantization, report=report
     )
+    try:
+        return _ready(runner, model.name, settings, report, num_replicas)
+    except BaseException:
+        runner.close()
+        raise
+
+
+def _ready(
+    runner: Runner, name: str, settings: EngineSettings, report: Report, num_replicas: int
+) -> tuple[Runner, EngineSettings, int]:
     measure: Callable[[int], DeviceMemory] | None = getattr(runner, "measure_memory", None)
     memory = None if measure is None else measure(num_replicas)
     if memory is not None:
         settings = settle_kv_memory(settings, memory, runner.memory().kv_bytes_per_block)
-    settings, num_blocks = size_pool(settings, runner, model.name)
+    settings, num_blocks = size_pool(settings, runner, name)
     if memory is not None:
-        say_memory(memory, settings, num_blocks, model.name)
+        say_memory(memory, settings, num_blocks, name)
     runner.allocate(num_blocks)
     report("warmup", 0.0)
     runner.warm_up(lambda fraction: report("warmup", fraction))

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from headrace import LLM, SamplingParams
-from headrace.errors import HeadraceError, InvalidRequest
+from headrace.backends.cpu.fast.runner import FastRunner
+from headrace.errors import HeadraceError, InvalidRequest, ModelError
 from headrace.testing.script_file import write_script
+from headrace.testing.tiny_models import write_tiny_checkpoint
 
 TEXT = "Hello brave new world!"
 
@@ -141,3 +143,21 @@ def test_a_bench_whose_figures_have_no_place_does_not_run(tmp_path: pathlib.Path
     done = run("bench", "--url", "http://127.0.0.1:1", "--requests", "1", "--json", str(place))
     assert done.returncode == 1
     assert "is no folder" in done.stderr and "first failure" not in done.stdout
+
+
+def test_what_cannot_be_built_leaves_no_runner_open(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its threads, its memory and who compiles for it would stay with a program that goes on."""
+    closed = []
+    close = FastRunner.close
+
+    def noted(runner: FastRunner) -> None:
+        closed.append(runner)
+        close(runner)
+
+    monkeypatch.setattr(FastRunner, "close", noted)
+    checkpoint = write_tiny_checkpoint(tmp_path / "tiny", "llama")
+    with pytest.raises(ModelError, match="kv_memory"):
+        LLM(str(checkpoint), dtype="bfloat16", kv_memory="1KB")
+    assert len(closed) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import time
@@ -80,6 +81,60 @@ def test_a_process_ends_with_the_runner_that_nobody_will_have(
             FastRunner(model, SingleRank(), settings)
     assert started[0].returncode is not None
     assert time.monotonic() - begun < 30
+
+
+def test_a_process_ends_with_what_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where an error keeps everybody from saying so."""
+    started: list[Any] = []
+    real = subprocess.Popen
+
+    def sleeping(command: list[str]) -> Any:
+        started.append(real([sys.executable, "-c", "import time; time.sleep(60)"]))
+        return started[-1]
+
+    monkeypatch.setattr(first_start, "_is_there", lambda name: False)
+    monkeypatch.setattr("subprocess.Popen", sleeping)
+    start = FirstStart()
+    assert started[0].poll() is None
+    del start
+    gc.collect()
+    assert started[0].returncode is not None
+
+
+def test_an_interrupt_while_it_waits_leaves_a_process_that_can_still_be_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Interrupted:
+        is_killed = False
+
+        def wait(self, timeout: float | None = None) -> None:
+            if not self.is_killed:
+                raise KeyboardInterrupt
+
+        def kill(self) -> None:
+            self.is_killed = True
+
+    process = Interrupted()
+    monkeypatch.setattr(first_start, "_is_there", lambda name: False)
+    monkeypatch.setattr("subprocess.Popen", lambda command: process)
+    start = FirstStart()
+    with pytest.raises(KeyboardInterrupt):
+        start.close()
+    start.give_up()
+    assert process.is_killed
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_garbage_is_collected_again_after_an_error(collects: bool) -> None:
+    if not collects:
+        gc.disable()
+    try:
+        with pytest.raises(MemoryError), first_start.uncollected():
+            assert not gc.isenabled()
+            raise MemoryError
+        assert gc.isenabled() == collects
+    finally:
+        gc.enable()
 
 
 def _refusing(*arguments: Any) -> Any:

@@ -6,6 +6,8 @@ import contextlib
 import gc
 import subprocess
 import sys
+import weakref
+from collections.abc import Iterator
 
 from headrace.backends.cpu.fast import capability
 from headrace.backends.cpu.kernel_cache import kernel_folder
@@ -17,8 +19,8 @@ _MOST_SECONDS = 300.0
 class FirstStart:
     """Has what is not in the cache compiled into it: all but the interpreter, which the caller compiles.
 
-    Nothing is lost where that fails: who needs the code compiles it then. Without a cache nothing is done.
-    Meanwhile no garbage is collected, which would take a tenth of the time (and saves 200 MB).
+    Nothing is lost where that fails: who needs the code compiles it then. Without a cache nothing is done. The
+    process ends with this object at the latest.
     """
 
     def __init__(self) -> None:
@@ -28,28 +30,24 @@ class FirstStart:
         command = f"import gc; gc.disable(); from {__name__} import compile_apart; compile_apart()"
         with contextlib.suppress(OSError):
             self._process = subprocess.Popen([sys.executable, "-P", "-c", command])
-            self._collects = gc.isenabled()
-            gc.disable()
+            weakref.finalize(self, _end, self._process)
 
     def close(self) -> None:
         """Return when all is in the cache, or will not be. A second call does nothing."""
-        self._end(_MOST_SECONDS)
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_MOST_SECONDS)
+        self.give_up()
 
     def give_up(self) -> None:
         """End the process, if it still goes: nobody will need what it compiles."""
-        self._end(0.0)
+        if self._process is not None:
+            _end(self._process)
 
-    def _end(self, patience: float) -> None:
-        process, self._process = self._process, None
-        if process is None:
-            return
-        try:
-            process.wait(patience)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        if self._collects:
-            gc.enable()
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
 
 
 def _is_there(name: str) -> bool:
@@ -63,3 +61,15 @@ def compile_apart() -> None:
     import headrace.backends.cpu.fast.kernels_attend_unit
     import headrace.backends.cpu.fast.kernels_draw
     import headrace.backends.cpu.fast.kernels_unit  # noqa: F401
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """While the interpreter is compiled: collecting garbage takes a tenth of that, and saves 200 MB."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()

@@ -16,7 +16,7 @@ from headrace.backends.cpu.fast import layout as at
 from headrace.backends.cpu.fast.arena import address
 from headrace.backends.cpu.fast.beside import MAX_SHARED_TOKENS, BesideTrial
 from headrace.backends.cpu.fast.coding_plan import trial_batch
-from headrace.backends.cpu.fast.first_start import FirstStart
+from headrace.backends.cpu.fast.first_start import FirstStart, uncollected
 from headrace.backends.cpu.fast.handles import (
     BesideHandle,
     FastStepHandle,
@@ -152,7 +152,8 @@ class FastRunner:
         self._preparer = PagePreparer(self._pool.prepare)
         self._num_blocks = num_blocks
         # the first time ever this compiles, beside the process that compiles the rest
-        self._threads = ThreadPool(self._settings.num_threads, tuple(self._steps))
+        with uncollected():
+            self._threads = ThreadPool(self._settings.num_threads, tuple(self._steps))
         self._first_start.close()
         from headrace.backends.cpu.fast.kernels_attend_unit import attend_unit_at
         from headrace.backends.cpu.fast.kernels_unit import run_unit_at
