@@ -1,4 +1,4 @@
-"""The first start ever compiles for half a minute: half of that is done by a process of its own."""
+"""The first start ever compiles for 40 to 60 seconds of core time: half of that in a process of its own."""
 
 from __future__ import annotations
 

@@ -230,17 +230,19 @@ def _list_runs(op, parameters, walked, whole, runs, used):  # type: ignore[no-un
     table_at, kv_head, first_block, end_block = walked
     per_page = parameters[at.BLOCK_SIZE] // LANES
     block_bytes = block_size_of(op[at.SIZE], parameters[at.KV_FORM])
-    layer, runs_at = layer_of(op, parameters), address_of(runs)
+    first, span_bytes, shift = layer_of(op, parameters)
+    runs_at = address_of(runs)
     segment = max(first_block, whole * SEGMENT_BLOCKS)
     num_blocks = min((whole + 1) * SEGMENT_BLOCKS, end_block) - segment
     if per_page == 1:
         pages, here = table_at + segment * 4, runs_at + used * 8
-        list_pages(pages, num_blocks, *layer, kv_head, block_bytes, here)
+        list_pages(pages, num_blocks, first, span_bytes, shift, kv_head, block_bytes, here)
     else:
         table = ints(table_at, (end_block + per_page - 1) // per_page)
         for i in range(num_blocks):
             page, part = (segment + i) // per_page, (segment + i) % per_page
             shape = (per_page, block_bytes)
+            layer = (first, span_bytes, shift)
             address = block_at(layer, kv_head, np.int64(table[page]), part, shape)
             runs[used + 2 * i], runs[used + 2 * i + 1] = address, address + block_bytes
     repeat_last(runs_at, used + 2 * num_blocks, TABLE_RUNS)
@@ -276,6 +278,7 @@ def _walk_segments(op, parameters, rows, walked, spans, following, places):  # t
     softcap = float_of_bits(np.int32(op[at.SECOND_NUMBER]))
     row, count = rows
     first, last, step = spans
+    items_at, unit = following
     blocks, queries, stride, scores, sums, totals = places
     num_vectors, stretch = count * ratio, stretch_of(op[at.KV_COUNT])
     block_bytes = block_size_of(head_dim, form)
@@ -287,7 +290,7 @@ def _walk_segments(op, parameters, rows, walked, spans, following, places):  # t
         if whole + 1 < last:
             num_ahead = 2 * _list_runs(op, parameters, walked, whole + 1, runs, num_runs)[1]
         else:
-            num_ahead = _list_first(op, parameters, *following, runs, num_runs)
+            num_ahead = _list_first(op, parameters, items_at, unit, runs, num_runs)
         asked = _fetch_until(runs, asked, min(num_ahead, LEAD_RUNS), block_bytes)
         ahead = blocks + 8 * asked
         _score(form, queries, stride, head_dim, blocks, ahead, num_blocks, scores, num_vectors)
