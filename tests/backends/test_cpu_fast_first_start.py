@@ -14,6 +14,7 @@ import pytest
 
 from headrace.backends.cpu.fast import first_start
 from headrace.backends.cpu.fast.first_start import FirstStart
+from headrace.backends.cpu.fast.kernels_attend_rows import CODES, PAIRS
 from headrace.backends.cpu.fast.packing import UnsupportedModel
 from headrace.backends.cpu.fast.runner import FastRunner
 from headrace.group import SingleRank
@@ -28,14 +29,14 @@ def test_what_is_compiled_apart_is_looked_for_under_the_name_that_it_is_kept_by(
     runner = FastRunner(model, SingleRank(), EngineSettings(num_threads=1, max_model_len=256))
     runner.allocate(8)
     runner.close()
-    first_start.compile_apart()
-    assert [name for name in first_start._NAMES if not first_start._is_there(name)] == []
+    first_start.compile_apart(PAIRS)
+    assert [name for name in first_start.names(PAIRS) if not first_start._is_there(name)] == []
 
 
 def test_a_warm_cache_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first_start, "_is_there", lambda name: True)
     monkeypatch.setattr("subprocess.Popen", pytest.fail)
-    start = FirstStart()
+    start = FirstStart(CODES)
     start.close()
 
 
@@ -45,7 +46,7 @@ def test_a_process_that_fails_holds_nobody_up(
 ) -> None:
     monkeypatch.setattr(first_start, "_is_there", lambda name: False)
     monkeypatch.setattr(sys, "executable", command)
-    start = FirstStart()
+    start = FirstStart(CODES)
     start.close()
     start.close()
 
@@ -53,7 +54,7 @@ def test_a_process_that_fails_holds_nobody_up(
 def test_without_a_cache_there_is_nothing_to_compile_into(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first_start, "kernel_folder", lambda variant: None)
     monkeypatch.setattr("subprocess.Popen", pytest.fail)
-    FirstStart().close()
+    FirstStart(CODES).close()
 
 
 @pytest.mark.parametrize("is_loaded", [False, True])
@@ -94,7 +95,7 @@ def test_a_process_ends_with_what_started_it(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(first_start, "_is_there", lambda name: False)
     monkeypatch.setattr("subprocess.Popen", sleeping)
-    start = FirstStart()
+    start = FirstStart(CODES)
     assert started[0].poll() is None
     del start
     gc.collect()
@@ -117,7 +118,7 @@ def test_an_interrupt_while_it_waits_leaves_a_process_that_can_still_be_ended(
     process = Interrupted()
     monkeypatch.setattr(first_start, "_is_there", lambda name: False)
     monkeypatch.setattr("subprocess.Popen", lambda command: process)
-    start = FirstStart()
+    start = FirstStart(CODES)
     with pytest.raises(KeyboardInterrupt):
         start.close()
     start.give_up()

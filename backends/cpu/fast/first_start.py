@@ -10,24 +10,28 @@ import weakref
 from collections.abc import Iterator
 
 from headrace.backends.cpu.fast import capability
+from headrace.backends.cpu.fast.kernels_attend_rows import CODES, PAIRS
 from headrace.backends.cpu.kernel_cache import kernel_folder
 
-_NAMES = ("attend_unit_at", "draw_share", "run_unit_at")
+_ATTENTION = {PAIRS: "attend_pairs_at", CODES: "attend_codes_at"}
 _MOST_SECONDS = 300.0
 
 
 class FirstStart:
-    """Has what is not in the cache compiled into it: all but the interpreter, which the caller compiles.
+    """Has what is not in the cache compiled into it: attention and the draw; the caller compiles the rest.
 
     Nothing is lost where that fails: who needs the code compiles it then. Without a cache nothing is done. The
     process ends with this object at the latest.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, form: int) -> None:
+        """`form` of keys and values, PAIRS or CODES."""
         self._process: subprocess.Popen[bytes] | None = None
-        if kernel_folder(capability.level()) is None or all(map(_is_there, _NAMES)):
+        if kernel_folder(capability.level()) is None or all(map(_is_there, names(form))):
             return
-        command = f"import gc; gc.disable(); from {__name__} import compile_apart; compile_apart()"
+        command = (
+            f"import gc; gc.disable(); from {__name__} import compile_apart; compile_apart({form})"
+        )
         with contextlib.suppress(OSError):
             self._process = subprocess.Popen([sys.executable, "-P", "-c", command])
             weakref.finalize(self, _end, self._process)
@@ -56,16 +60,22 @@ def _is_there(name: str) -> bool:
     return folder is not None and any(folder.rglob(f"*.{name}-*.nbc"))
 
 
-def compile_apart() -> None:
+def names(form: int) -> tuple[str, ...]:
+    """Return what is compiled apart, by the names that the cache has it under."""
+    return _ATTENTION[form], "draw_share"
+
+
+def compile_apart(form: int) -> None:
     """What the process does."""
-    import headrace.backends.cpu.fast.kernels_attend_unit
-    import headrace.backends.cpu.fast.kernels_draw
-    import headrace.backends.cpu.fast.kernels_unit  # noqa: F401
+    from headrace.backends.cpu.fast.kernels_attend_unit import attention_at
+
+    attention_at(form)
+    import headrace.backends.cpu.fast.kernels_draw  # noqa: F401
 
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """While the interpreter is compiled: collecting garbage takes a tenth of that, and saves 200 MB."""
+    """While much is compiled: collecting garbage takes a tenth of that, and saves 200 MB."""
     collects = gc.isenabled()
     gc.disable()
     try:

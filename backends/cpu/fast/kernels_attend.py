@@ -270,11 +270,11 @@ def _fetch_until(runs, asked, wanted, block_bytes):  # type: ignore[no-untyped-d
 
 
 @inlined_kernel
-def _walk_segments(op, parameters, rows, walked, spans, following, places):  # type: ignore[no-untyped-def]
+def _walk_segments(op, parameters, rows, walked, spans, following, places, form):  # type: ignore[no-untyped-def]
     """Let the segments first .. last - 1 join the sums; at the end of a stretch those join the totals, if there
     are any, or the next one's are `step` behind."""
     head_dim, ratio = op[at.SIZE], op[at.COUNT] // op[at.KV_COUNT]
-    window, form = op[at.FORM], parameters[at.KV_FORM]
+    window = op[at.FORM]
     softcap = float_of_bits(np.int32(op[at.SECOND_NUMBER]))
     row, count = rows
     first, last, step = spans
@@ -344,11 +344,11 @@ def fetch_unit(op, parameters, items_at, unit, scratch):  # type: ignore[no-unty
 
 
 @inlined_kernel
-def attend_unit(op, parameters, items_at, unit, following, places):  # type: ignore[no-untyped-def]
+def attend_unit(op, parameters, items_at, unit, following, places, form):  # type: ignore[no-untyped-def]
     """Compute an item (see layout) for the query heads of one KV head.
 
     following: the unit this thread computes next, whose first segment is fetched meanwhile; -1: none.
-    places: queries and results of row 0, scratch.
+    places: queries and results of row 0, scratch. form: PAIRS or CODES, a constant.
     """
     q, out, scratch = places
     item, kv_head = unit_of(op, items_at, unit)
@@ -363,13 +363,13 @@ def attend_unit(op, parameters, items_at, unit, following, places):  # type: ign
     softcap = float_of_bits(np.int32(op[at.SECOND_NUMBER]))
     scale = float_of_bits(np.int32(op[at.NUMBER]))
     scale = scale if softcap > np.float32(0.0) else scale * _LOG2_E
-    if parameters[at.KV_FORM] != PAIRS:
+    if form != PAIRS:
         scale /= np.float32(run_of(head_dim))
     target = queries
     for query in range(token, token + count):
         source = q + query * op[at.IN_STRIDE] + kv_head * ratio * head_dim * 4
         for head in range(ratio):
-            if parameters[at.KV_FORM] == PAIRS:
+            if form == PAIRS:
                 query_pairs(source + head * head_dim * 4, scale, target, head_dim)
             else:
                 query_codes(source + head * head_dim * 4, scale, target, head_dim)
@@ -388,7 +388,9 @@ def attend_unit(op, parameters, items_at, unit, following, places):  # type: ign
     for number in range((last - 1) // stretch - first // stretch + 1 if is_shared else 1):
         _reset(sums + number * step, num_vectors, head_dim)
     found = (scratch, queries, stride, scores, sums, joined)
-    _walk_segments(op, parameters, rows, walked, (first, last, step), (items_at, following), found)
+    _walk_segments(
+        op, parameters, rows, walked, (first, last, step), (items_at, following), found, form
+    )
     if is_shared:
         arrived = parameters[at.ARRIVALS] + (item[at.ARRIVAL] + kv_head) * at.LINE_WORDS * 8
         if atomic_add(arrived, 1) + 1 < item[at.SHARERS]:

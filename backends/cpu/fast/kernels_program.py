@@ -364,25 +364,31 @@ def run_program(tid, parameters_at, control, joins):  # type: ignore[no-untyped-
     return target + 2 if has_joined else 0
 
 
-@inlined_kernel
-def run_step(tid, parameters_at, control, joins):  # type: ignore[no-untyped-def]
-    """Compute a step as thread `tid`, once the step before it is drawn; the first of its threads draws it, or
-    both where one has joined.
-
-    Behind the last barrier only the first thread may look at `parameters`, and thread 0, which describes steps:
-    another one may be described there.
-    """
+@fast_kernel
+def wait_for_turn(tid, parameters_at, control):  # type: ignore[no-untyped-def]
+    """Return once the step before is drawn: whether `tid` is the first of this one's threads."""
     parameters = longs(parameters_at, at.NUM_PARAMETERS)
+    number = parameters[at.STEP_NUMBER]
     done = control + at.DONE * CONTROL_WORD
-    is_first = tid == parameters[at.FIRST_THREAD]
     spins = 0
-    while atomic_load(done) < parameters[at.STEP_NUMBER]:
+    while atomic_load(done) < number:
         spins += 1
         if spins > SPINS:
             yield_core()
         else:
             pause()
-    target = run_program(tid, parameters_at, control, joins)
+    return tid == parameters[at.FIRST_THREAD]
+
+
+@fast_kernel
+def draw_and_tell(tid, is_first, parameters_at, control, target):  # type: ignore[no-untyped-def]
+    """Draw a computed step, with its first thread or with both where one has joined (`target`, see
+    run_program), and say that it is done.
+
+    Behind the last barrier only the first thread may look at `parameters`, and thread 0, which describes steps:
+    another one may be described there.
+    """
+    parameters = longs(parameters_at, at.NUM_PARAMETERS)
     is_shared = target > 0 and parameters[at.NUM_SAMPLES] > 1
     if (is_first or is_shared) and parameters[at.DRAW] != 0:
         share, shares = (tid, 2) if is_shared else (0, 1)
@@ -390,6 +396,7 @@ def run_step(tid, parameters_at, control, joins):  # type: ignore[no-untyped-def
         if is_shared:
             barrier(control, target, tid)
     if is_first:
+        done = control + at.DONE * CONTROL_WORD
         atomic_add(done, 1)
         if atomic_load(control + at.WAITING * CONTROL_WORD) > 0:
             wake_all(done)

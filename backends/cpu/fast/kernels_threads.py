@@ -18,7 +18,13 @@ from headrace.backends.cpu.fast.intrinsics_threads import (
     wake_all,
     yield_core,
 )
-from headrace.backends.cpu.fast.kernels_program import CONTROL_WORD, SPINS, run_step
+from headrace.backends.cpu.fast.kernels_program import (
+    CONTROL_WORD,
+    SPINS,
+    draw_and_tell,
+    run_program,
+    wait_for_turn,
+)
 from headrace.backends.cpu.kernels_rows import longs
 
 YIELD_NANOSECONDS = 2_000_000
@@ -96,7 +102,9 @@ def enter(tid, control, parameters_at, joins):  # type: ignore[no-untyped-def]
             note_core(control, tid)
             parameters_at = atomic_load(control + (at.QUEUE + number % 2) * CONTROL_WORD)
         if tid == 0 or takes_part(parameters_at, number, tid):
-            run_step(tid, parameters_at, control, joins)
+            is_first = wait_for_turn(tid, parameters_at, control)
+            target = run_program(tid, parameters_at, control, joins)
+            draw_and_tell(tid, is_first, parameters_at, control, target)
         if tid == 0:
             return
         number += 1

@@ -115,7 +115,7 @@ class FastRunner:
             schemes=SCHEMES,
             report=lambda fraction: report("load", fraction),
         )
-        self._first_start = FirstStart()
+        self._first_start = FirstStart(self._form)
         try:
             weights = model.architecture.load(recorder, model.tensors, group, load)  # type: ignore[arg-type]
             logits = model.architecture.forward(recorder, group, weights, None)  # type: ignore[arg-type]
@@ -154,13 +154,13 @@ class FastRunner:
         # the first time ever this compiles, beside the process that compiles the rest
         with uncollected():
             self._threads = ThreadPool(self._settings.num_threads, tuple(self._steps))
+            from headrace.backends.cpu.fast.kernels_unit import run_unit_at
         self._first_start.close()
-        from headrace.backends.cpu.fast.kernels_attend_unit import attend_unit_at
-        from headrace.backends.cpu.fast.kernels_unit import run_unit_at
+        from headrace.backends.cpu.fast.kernels_attend_unit import attention_at
 
         for step in self._steps:
             step.use_pool(self._pool)
-            step.compute_with(int(run_unit_at.address), int(attend_unit_at.address))
+            step.compute_with(int(run_unit_at.address), attention_at(self._form))
         self._sampler.load()
         if any(plan.is_open for plan in self._program.plans):
             self._choose_codings()

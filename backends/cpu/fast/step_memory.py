@@ -101,7 +101,7 @@ class StepMemory:
             self.parameters[place] = value
 
     def compute_with(self, unit: int, attend_unit: int) -> None:
-        """The addresses of kernels_unit.run_unit_at and kernels_attend_unit.attend_unit_at."""
+        """The addresses of kernels_unit.run_unit_at and kernels_attend_unit.attention_at."""
         self.parameters[at.UNIT], self.parameters[at.ATTEND_UNIT] = unit, attend_unit
 
     def use_pool(self, pool: FastKVPool) -> None:
