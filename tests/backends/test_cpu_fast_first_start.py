@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import subprocess
 import sys
 import time
@@ -20,6 +21,21 @@ from headrace.backends.cpu.fast.runner import FastRunner
 from headrace.group import SingleRank
 from headrace.testing.model_driver import open_checkpoint
 from headrace.types import EngineSettings
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The processes that first starts have started: they sleep for a minute."""
+    found: list[Any] = []
+    real = subprocess.Popen
+
+    def sleeping(command: list[str]) -> Any:
+        found.append(real([sys.executable, "-c", "import time; time.sleep(60)"]))
+        return found[-1]
+
+    monkeypatch.setattr(first_start, "_is_there", lambda name: False)
+    monkeypatch.setattr("subprocess.Popen", sleeping)
+    return found
 
 
 def test_what_is_compiled_apart_is_looked_for_under_the_name_that_it_is_kept_by(
@@ -59,20 +75,12 @@ def test_without_a_cache_there_is_nothing_to_compile_into(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("is_loaded", [False, True])
 def test_a_process_ends_with_the_runner_that_nobody_will_have(
-    is_loaded: bool, tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    is_loaded: bool, tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch,
+    started: list[Any],
+) -> None:  # fmt: skip
     """A model that the fast path does not take, or a start that is given up before a step is compiled."""
     model = open_checkpoint(tiny_checkpoint("llama"))
     settings = EngineSettings(num_threads=1, max_model_len=256)
-    started: list[Any] = []
-    real = subprocess.Popen
-
-    def sleeping(command: list[str]) -> Any:
-        started.append(real([sys.executable, "-c", "import time; time.sleep(60)"]))
-        return started[-1]
-
-    monkeypatch.setattr(first_start, "_is_there", lambda name: False)
-    monkeypatch.setattr("subprocess.Popen", sleeping)
     begun = time.monotonic()
     if is_loaded:
         FastRunner(model, SingleRank(), settings).close()
@@ -84,17 +92,8 @@ def test_a_process_ends_with_the_runner_that_nobody_will_have(
     assert time.monotonic() - begun < 30
 
 
-def test_a_process_ends_with_what_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_ends_with_what_started_it(started: list[Any]) -> None:
     """Also where an error keeps everybody from saying so."""
-    started: list[Any] = []
-    real = subprocess.Popen
-
-    def sleeping(command: list[str]) -> Any:
-        started.append(real([sys.executable, "-c", "import time; time.sleep(60)"]))
-        return started[-1]
-
-    monkeypatch.setattr(first_start, "_is_there", lambda name: False)
-    monkeypatch.setattr("subprocess.Popen", sleeping)
     start = FirstStart(CODES)
     assert started[0].poll() is None
     del start
@@ -140,3 +139,13 @@ def test_garbage_is_collected_again_after_an_error(collects: bool) -> None:
 
 def _refusing(*arguments: Any) -> Any:
     raise UnsupportedModel("not this one")
+
+
+def test_an_edit_of_what_kernels_are_made_of_names_their_folder_anew() -> None:
+    """Whatever a kernel imports from this package is in the digest: the names that kernel_folder looks for."""
+    package = "headrace.backends.cpu.fast"
+    folder = Path(first_start.__file__).parent
+    in_digest = {path.stem for path in folder.glob("[ckil]*.py")}
+    for source in folder.glob("kernels_*.py"):
+        found = re.findall(rf"^from {package}(?:\.(\w+))? import (\w+)", source.read_text(), re.M)
+        assert {module or name for module, name in found} <= in_digest, source.name

@@ -27,6 +27,18 @@ from headrace.backends.cpu.fast.kernels_attend_codes import (
     query_codes,
     score_codes,
 )
+from headrace.backends.cpu.fast.kernels_attend_lists import (
+    LEAD_RUNS,
+    TABLE_BYTES,
+    TABLE_RUNS,
+    block_size_of,
+    fetch_unit,
+    fetch_until,
+    list_first,
+    list_runs,
+    rows_of,
+    unit_of,
+)
 from headrace.backends.cpu.fast.kernels_attend_pairs import (
     NUMBER_BYTES,
     PAIRS_AT_ONCE,
@@ -41,10 +53,7 @@ from headrace.backends.cpu.fast.kernels_attend_rows import (
     SCORE_ROW,
     SEGMENT_BLOCKS,
     STATE_BYTES,
-    block_bytes,
     fetch_run,
-    list_pages,
-    repeat_last,
 )
 from headrace.backends.cpu.fast.kernels_attend_weigh import (
     WEIGHED_AT_ONCE,
@@ -56,7 +65,7 @@ from headrace.backends.cpu.fast.kernels_attend_weigh import (
 )
 from headrace.backends.cpu.fast.kernels_hadamard import run_of
 from headrace.backends.cpu.fast.kernels_rowwise import copy_scaled
-from headrace.backends.cpu.kernels_rows import address_of, floats, ints, longs
+from headrace.backends.cpu.kernels_rows import floats, longs
 from headrace.backends.cpu.kernels_vector import float_of_bits
 
 MAX_VECTORS = 96 // NUMBER_BYTES
@@ -64,19 +73,10 @@ MAX_VECTORS = 96 // NUMBER_BYTES
 their sums and a segment's keys and values."""
 SEGMENT_ROWS = SEGMENT_BLOCKS * LANES
 _MAX_STRETCH = 4
-LEAD_RUNS = SEGMENT_BLOCKS + 2
-"""How many runs are asked for before they are read, in the order of memory: a segment's keys are read before
-its values, so that SEGMENT_BLOCKS are the least."""
-TABLE_RUNS = 6 * SEGMENT_BLOCKS
-"""Entries of a table of runs: where each block's keys and its values are, one after the other, of a segment
-and of the one after it. The last is there several times, for those who ask for more than there is."""
-_TABLE_BYTES = 8 * (TABLE_RUNS + 8)
 NUM_ARGUMENTS = 6
-"""Of attend_unit, in memory (see kernels_attend_unit)."""
+"""Of attend_unit, in memory: kernels_program.run_attention writes them."""
 _LOW = -float("inf")
 _LOG2_E = np.float32(1.4426950408889634)
-block_size_of = fast_kernel(block_bytes)
-"""What the pool reckons with, for kernels."""
 
 
 def score_rows(num_vectors: int) -> int:
@@ -91,7 +91,7 @@ def scratch_bytes(head_dim: int, ratio: int) -> int:
     """Return what one worker needs for an item: a table of runs, queries, sums, scores and states."""
     vectors = score_rows(max(MAX_VECTORS, ratio))
     each = NUMBER_BYTES * head_dim + QUERY_RECORD + SCORE_ROW + 2 * sum_bytes(head_dim)
-    return vectors * each + _TABLE_BYTES
+    return vectors * each + TABLE_BYTES
 
 
 def sum_bytes(head_dim: int) -> int:
@@ -107,18 +107,6 @@ def stretch_of(kv_heads):  # type: ignore[no-untyped-def]
     """How many segments make a stretch: fewer stretches are fewer sums to join, and fewer items to share where
     there are few KV heads."""
     return min(kv_heads, _MAX_STRETCH)
-
-
-@fast_kernel
-def block_at(layer, head, page, part, shape):  # type: ignore[no-untyped-def]
-    """Where the keys of a block of 16 rows are (see kv_pool); its values follow, `block_bytes` behind.
-
-    layer: a row of the pool's table; shape: blocks of 16 rows in one of the engine's (a page), block_bytes.
-    """
-    per_page, block_bytes = shape
-    first, span_bytes, shift = layer
-    inside = (head << shift) + (page & ((1 << shift) - 1))
-    return first + (page >> shift) * span_bytes + (inside * per_page + part) * 2 * block_bytes
 
 
 @fast_kernel
@@ -191,84 +179,6 @@ def _write_result(out, out_stride, count, ratio, head_dim, totals):  # type: ign
             vector += 1
 
 
-@fast_kernel
-def layer_of(op, parameters):  # type: ignore[no-untyped-def]
-    """An operation's row of the pool's table: first byte, bytes from span to span, log2 of a span's blocks."""
-    row = longs(parameters[at.LAYERS] + op[at.LAYER] * at.LAYER_FIELDS * 8, at.LAYER_FIELDS)
-    return row[0], row[1], row[2]
-
-
-@fast_kernel
-def unit_of(op, items_at, unit):  # type: ignore[no-untyped-def]
-    """What unit number `unit` is: an item and a KV head."""
-    kv_heads = op[at.KV_COUNT]
-    item = longs(items_at + unit // kv_heads * at.ITEM_FIELDS * 8, at.ITEM_FIELDS)
-    return item, unit % kv_heads
-
-
-@fast_kernel
-def _rows_of(op, parameters, item):  # type: ignore[no-untyped-def]
-    """What an item is about: its sequence's table, first token, that token's row, first and end block seen."""
-    group, window = op[at.GROUP_INDEX], op[at.FORM]
-    num_sequences, width = parameters[at.NUM_SEQUENCES], parameters[at.TABLE_WIDTH]
-    sequence, count = item[at.SEQUENCE], item[at.NUM_QUERIES]
-    starts = ints(parameters[at.QUERY_STARTS], num_sequences + 1)
-    kv_lens = ints(parameters[at.KV_LENS] + group * num_sequences * 4, num_sequences)
-    table_at = parameters[at.TABLES] + (group * num_sequences + sequence) * width * 4
-    token = np.int64(starts[sequence]) + item[at.FIRST_QUERY]
-    row = np.int64(kv_lens[sequence]) - np.int64(starts[sequence + 1]) + token
-    start = max(0, row + 1 - window) if window > 0 else 0
-    return table_at, token, row, start // LANES, (row + count + LANES - 1) // LANES
-
-
-@fast_kernel
-def _list_runs(op, parameters, walked, whole, runs, used):  # type: ignore[no-untyped-def]
-    """Write the runs of segment `whole` that are seen, behind `used`; return its first block and their number.
-
-    walked: table, KV head, first and end block. Entries behind the last run name it again.
-    """
-    table_at, kv_head, first_block, end_block = walked
-    per_page = parameters[at.BLOCK_SIZE] // LANES
-    block_bytes = block_size_of(op[at.SIZE], parameters[at.KV_FORM])
-    first, span_bytes, shift = layer_of(op, parameters)
-    runs_at = address_of(runs)
-    segment = max(first_block, whole * SEGMENT_BLOCKS)
-    num_blocks = min((whole + 1) * SEGMENT_BLOCKS, end_block) - segment
-    if per_page == 1:
-        pages, here = table_at + segment * 4, runs_at + used * 8
-        list_pages(pages, num_blocks, first, span_bytes, shift, kv_head, block_bytes, here)
-    else:
-        table = ints(table_at, (end_block + per_page - 1) // per_page)
-        for i in range(num_blocks):
-            page, part = (segment + i) // per_page, (segment + i) % per_page
-            shape = (per_page, block_bytes)
-            layer = (first, span_bytes, shift)
-            address = block_at(layer, kv_head, np.int64(table[page]), part, shape)
-            runs[used + 2 * i], runs[used + 2 * i + 1] = address, address + block_bytes
-    repeat_last(runs_at, used + 2 * num_blocks, TABLE_RUNS)
-    return segment, num_blocks
-
-
-@fast_kernel
-def _list_first(op, parameters, items_at, unit, runs, used):  # type: ignore[no-untyped-def]
-    """Write the runs of a unit's first segment behind `used`; return their number."""
-    if unit < 0:
-        return 0
-    item, kv_head = unit_of(op, items_at, unit)
-    table_at, _, _, first_block, end_block = _rows_of(op, parameters, item)
-    walked = (table_at, kv_head, first_block, end_block)
-    return 2 * _list_runs(op, parameters, walked, item[at.FIRST_SEGMENT], runs, used)[1]
-
-
-@fast_kernel
-def _fetch_until(runs, asked, wanted, block_bytes):  # type: ignore[no-untyped-def]
-    """Ask for runs from `asked` on until there are `wanted`; return how many there are then."""
-    while asked < wanted:
-        fetch_run(runs[asked], block_bytes)
-        asked += 1
-    return asked
-
-
 @inlined_kernel
 def _walk_segments(op, parameters, rows, walked, spans, following, places, form):  # type: ignore[no-untyped-def]
     """Let the segments first .. last - 1 join the sums; at the end of a stretch those join the totals, if there
@@ -283,15 +193,15 @@ def _walk_segments(op, parameters, rows, walked, spans, following, places, form)
     num_vectors, stretch = count * ratio, stretch_of(op[at.KV_COUNT])
     block_bytes = block_size_of(head_dim, form)
     runs, values = longs(blocks, TABLE_RUNS), blocks + 8
-    segment, num_blocks = _list_runs(op, parameters, walked, first, runs, np.int64(0))
+    segment, num_blocks = list_runs(op, parameters, walked, first, runs, np.int64(0))
     asked = min(LEAD_RUNS, 2 * num_blocks)
     for whole in range(first, last):
         num_runs = 2 * num_blocks
         if whole + 1 < last:
-            num_ahead = 2 * _list_runs(op, parameters, walked, whole + 1, runs, num_runs)[1]
+            num_ahead = 2 * list_runs(op, parameters, walked, whole + 1, runs, num_runs)[1]
         else:
-            num_ahead = _list_first(op, parameters, items_at, unit, runs, num_runs)
-        asked = _fetch_until(runs, asked, min(num_ahead, LEAD_RUNS), block_bytes)
+            num_ahead = list_first(op, parameters, items_at, unit, runs, num_runs)
+        asked = fetch_until(runs, asked, min(num_ahead, LEAD_RUNS), block_bytes)
         ahead = blocks + 8 * asked
         _score(form, queries, stride, head_dim, blocks, ahead, num_blocks, scores, num_vectors)
         ahead += 8 * num_blocks
@@ -334,46 +244,50 @@ def _walk_segments(op, parameters, rows, walked, spans, following, places, form)
             sums += step
 
 
-@fast_kernel
-def fetch_unit(op, parameters, items_at, unit, scratch):  # type: ignore[no-untyped-def]
-    """Ask for what is read first of a unit that nothing was computed before."""
-    runs = longs(scratch, TABLE_RUNS)
-    num_runs = _list_first(op, parameters, items_at, unit, runs, np.int64(0))
-    block_bytes = block_size_of(op[at.SIZE], parameters[at.KV_FORM])
-    _fetch_until(runs, 0, min(num_runs, LEAD_RUNS), block_bytes)
-
-
 @inlined_kernel
-def attend_unit(op, parameters, items_at, unit, following, places, form):  # type: ignore[no-untyped-def]
-    """Compute an item (see layout) for the query heads of one KV head.
-
-    following: the unit this thread computes next, whose first segment is fetched meanwhile; -1: none.
-    places: queries and results of row 0, scratch. form: PAIRS or CODES, a constant.
-    """
-    q, out, scratch = places
-    item, kv_head = unit_of(op, items_at, unit)
+def _write_queries(op, source, count, target, stride, form):  # type: ignore[no-untyped-def]
+    """Write the queries of `count` tokens, of the heads that share a KV head, as scores are made of them."""
     head_dim, ratio = op[at.SIZE], op[at.COUNT] // op[at.KV_COUNT]
-    count = item[at.NUM_QUERIES]
-    table_at, token, row, first_block, end_block = _rows_of(op, parameters, item)
-    num_vectors = count * ratio
-    stride = NUMBER_BYTES * head_dim + QUERY_RECORD
-    queries = scratch + _TABLE_BYTES
-    scores = queries + num_vectors * stride
-    totals = scores + _score_rows(num_vectors) * SCORE_ROW
     softcap = float_of_bits(np.int32(op[at.SECOND_NUMBER]))
     scale = float_of_bits(np.int32(op[at.NUMBER]))
     scale = scale if softcap > np.float32(0.0) else scale * _LOG2_E
     if form != PAIRS:
         scale /= np.float32(run_of(head_dim))
-    target = queries
-    for query in range(token, token + count):
-        source = q + query * op[at.IN_STRIDE] + kv_head * ratio * head_dim * 4
+    for query in range(count):
         for head in range(ratio):
+            x = source + query * op[at.IN_STRIDE] + head * head_dim * 4
             if form == PAIRS:
-                query_pairs(source + head * head_dim * 4, scale, target, head_dim)
+                query_pairs(x, scale, target, head_dim)
             else:
-                query_codes(source + head * head_dim * 4, scale, target, head_dim)
+                query_codes(x, scale, target, head_dim)
             target += stride
+
+
+@inlined_kernel
+def attend_unit(arguments_at, unit, following, form):  # type: ignore[no-untyped-def]
+    """Compute an item (see layout) for the query heads of one KV head.
+
+    arguments_at: of operation, parameters and items, queries and results of row 0, and scratch: where each is.
+    unit: -1: only ask for what the following one reads first. following: the unit this thread computes next,
+    whose first segment is fetched meanwhile; -1: none. form: PAIRS or CODES, a constant.
+    """
+    a = longs(arguments_at, NUM_ARGUMENTS)
+    op, parameters = longs(a[0], at.NUM_FIELDS), longs(a[1], at.NUM_PARAMETERS)
+    items_at, q, out, scratch = a[2], a[3], a[4], a[5]
+    if unit < 0:
+        fetch_unit(op, parameters, items_at, following, scratch)
+        return
+    item, kv_head = unit_of(op, items_at, unit)
+    head_dim, ratio = op[at.SIZE], op[at.COUNT] // op[at.KV_COUNT]
+    count = item[at.NUM_QUERIES]
+    table_at, token, row, first_block, end_block = rows_of(op, parameters, item)
+    num_vectors = count * ratio
+    stride = NUMBER_BYTES * head_dim + QUERY_RECORD
+    queries = scratch + TABLE_BYTES
+    scores = queries + num_vectors * stride
+    totals = scores + _score_rows(num_vectors) * SCORE_ROW
+    source = q + token * op[at.IN_STRIDE] + kv_head * ratio * head_dim * 4
+    _write_queries(op, source, count, queries, stride, form)
     rows, walked = (row, count), (table_at, kv_head, first_block, end_block)
     first, last, is_shared = item[at.FIRST_SEGMENT], item[at.END_SEGMENT], item[at.SHARERS] > 1
     each, stretch = num_vectors * sum_bytes_of(head_dim), stretch_of(op[at.KV_COUNT])

@@ -13,6 +13,12 @@ from typing import Any
 from llvmlite import ir
 
 from headrace.backends.cpu.fast.intrinsics import BYTES, F32, I32, INTS, LANES, routine
+from headrace.backends.cpu.fast.intrinsics_reductions import (
+    larger_float,
+    larger_unsigned,
+    of_four,
+    sum_float,
+)
 from headrace.backends.cpu.fast.kernels_attend_pairs import store_numbers
 from headrace.backends.cpu.fast.kernels_attend_rows import (
     IS_LARGE,
@@ -25,12 +31,6 @@ from headrace.backends.cpu.fast.kernels_attend_rows import (
     join_total,
     keys_of,
     spread_int,
-)
-from headrace.backends.cpu.fast.reductions import (
-    larger_float,
-    larger_unsigned,
-    of_four,
-    sum_float,
 )
 
 WEIGHED_AT_ONCE = 4

@@ -16,6 +16,7 @@ from llvmlite import ir
 from headrace.backends.cpu.fast import layout as at
 from headrace.backends.cpu.fast.compiled import fast_kernel, inlined_kernel
 from headrace.backends.cpu.fast.intrinsics import FLOATS, I32, INTS, LANES, routine
+from headrace.backends.cpu.fast.intrinsics_reductions import larger_float, largest_of_eight
 from headrace.backends.cpu.fast.intrinsics_threads import atomic_add, call_at
 from headrace.backends.cpu.fast.kernels_attend_rows import fetch_run
 from headrace.backends.cpu.fast.kernels_coding import BRAIN, CODES, GROUP, ROWS_TOGETHER, coded_row
@@ -26,7 +27,6 @@ from headrace.backends.cpu.fast.kernels_quantize import (
 )
 from headrace.backends.cpu.fast.kernels_rowwise import gelu_row, observe_row, silu_row
 from headrace.backends.cpu.fast.kernels_tiles import PLAIN, TILE_BYTES
-from headrace.backends.cpu.fast.reductions import larger_float, largest_of_eight
 from headrace.backends.cpu.kernels_rows import longs
 
 CHUNKS_PER_THREAD = 8

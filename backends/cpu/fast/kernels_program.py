@@ -21,13 +21,9 @@ from headrace.backends.cpu.fast.intrinsics_threads import (
     wake_all,
     yield_core,
 )
-from headrace.backends.cpu.fast.kernels_attend import (
-    NUM_ARGUMENTS,
-    block_at,
-    block_size_of,
-    layer_of,
-)
+from headrace.backends.cpu.fast.kernels_attend import NUM_ARGUMENTS
 from headrace.backends.cpu.fast.kernels_attend_codes import write_codes
+from headrace.backends.cpu.fast.kernels_attend_lists import block_at, block_size_of, layer_of
 from headrace.backends.cpu.fast.kernels_attend_pairs import write_pairs
 from headrace.backends.cpu.fast.kernels_attend_rows import PAIRS, fetch_run
 from headrace.backends.cpu.fast.kernels_coding import CODES, GROUP, ROWS_TOGETHER, coded_row

@@ -29,6 +29,13 @@ from headrace.backends.cpu.fast.intrinsics import (
     SHORTS,
     routine,
 )
+from headrace.backends.cpu.fast.intrinsics_reductions import (
+    by_four,
+    larger_bits,
+    largest_of_eight,
+    runs,
+    sum_int,
+)
 from headrace.backends.cpu.fast.kernels_coding import (
     BRAIN,
     BRAIN_IS_FLOAT,
@@ -51,13 +58,6 @@ from headrace.backends.cpu.fast.kernels_coding import (
     low_codes_behind,
 )
 from headrace.backends.cpu.fast.kernels_tiles import FORMS_WITH_ROOM
-from headrace.backends.cpu.fast.reductions import (
-    by_four,
-    larger_bits,
-    largest_of_eight,
-    runs,
-    sum_int,
-)
 
 _ROW = 4 * LANES
 _HIGHEST_WIDE, _HIGHEST_NARROW = 127 * 256.0, 127.0
